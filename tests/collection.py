@@ -1,8 +1,7 @@
 """How parallel test processes collect tests: each starts at a different folder, and all end with the same order.
 
-Promise: every process has the same tests in the same order, and collection is cheap. pytest rewrites the assertions of
-a file and caches the result for other processes. If all processes collected in the same order, each would rewrite every
-file itself, and this would take half of the time of collecting.
+pytest rewrites the assertions of a file and caches the result for other processes. If all processes collected in the
+same order, each would rewrite every file itself, which takes half of the collection time.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """Rotate the list, so that this process starts at files that other processes have not imported yet; by size of
-    source.
-    """
+    """Rotate the list by size of source, so that each process starts at files that no other process has imported."""
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))
@@ -65,15 +62,14 @@ def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list
 
 
 def _size(path: Path) -> int:
-    """Return the total size in bytes of the test files at `path`."""
     return sum(file.stat().st_size for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
 
 
 @pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files into the order in which parallel processes finish soonest, independently of the order of collection.
+    """Sort files so that parallel processes finish soonest, independently of the order of collection.
 
-    A file whose tests wait follows a file whose tests compute, while both kinds are left.
+    Files whose tests wait alternate with files whose tests compute.
     """
     ranks = {place: rank for rank, place in enumerate(_LONG)}
 

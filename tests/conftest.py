@@ -1,6 +1,4 @@
-"""Fixtures and settings for all tests. Roles configure the logging of their process, so logging is restored after each
-test.
-"""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 

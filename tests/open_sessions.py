@@ -29,7 +29,7 @@ aiohttp.ClientSession.__init__ = _noting  # type: ignore[method-assign]
 
 
 def left_open() -> list[str]:
-    """Return where those sessions were opened that are still open although their event loop has ended.
+    """Return where each session was opened that is still open after its event loop has ended.
 
     Sessions on a running event loop, for example in a server's thread, may still be closed; the next call checks them
     again.

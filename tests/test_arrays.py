@@ -19,7 +19,7 @@ def test_segment_sum_adds_the_values_of_each_segment(make):
     assert sums.tolist() == [3.0, 0.0, 12.0, 0.0]
 
 
-def test_namespace_is_found_for_each_library_and_for_subclasses():
+def test_array_namespace_is_found_for_each_library_and_for_subclasses():
     assert namespace(np.float32(1.0)) is np
     assert namespace(torch.nn.Parameter(torch.zeros(1))) is torch
     with pytest.raises(TypeError, match=r"expected an array of numpy, torch or jax, got builtins\.list"):
@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_on_host_returns_the_values_but_none_while_a_program_is_compiled():
+def test_on_host_returns_the_values_and_none_while_jax_compiles():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")
@@ -42,7 +42,7 @@ def test_on_host_returns_the_values_but_none_while_a_program_is_compiled():
     assert seen == [None] and on_host(jax.numpy.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_objective_and_contract_import_nothing_heavy():
+def test_objective_and_trainer_contract_import_no_heavy_library():
     program = (
         "import sys, pipelinerl.objective.presets, pipelinerl.numerics.logprobs, trainer_contract.conformance\n"
         "print([m for m in ('torch', 'jax', 'transformers', 'accelerate', 'safetensors') if m in sys.modules])"

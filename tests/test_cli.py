@@ -104,7 +104,7 @@ def pipelinerl(
         ("check tiny model.path=~nobody-here/x", "~nobody-here/x: no home directory is known for ~nobody-here"),
     ],
 )
-def test_user_errors_are_one_sentence_on_stderr_with_status_2(
+def test_user_error_exits_with_status_2_and_one_sentence_on_stderr(
     pipelinerl: Command, arguments: str, sentence: str
 ) -> None:
     done = pipelinerl(*arguments.split())
@@ -113,7 +113,7 @@ def test_user_errors_are_one_sentence_on_stderr_with_status_2(
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
 
 
-def test_bad_data_is_one_sentence_before_anything_starts(pipelinerl: Command, tmp_path: Path) -> None:
+def test_invalid_data_file_is_rejected_before_anything_starts(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -125,7 +125,7 @@ def test_bad_data_is_one_sentence_before_anything_starts(pipelinerl: Command, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
 
 
-def test_damaged_data_is_named_before_a_run_resumes(pipelinerl: Command, tmp_path: Path) -> None:
+def test_resume_rejects_an_invalid_data_file_by_name(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -138,10 +138,10 @@ def test_damaged_data_is_named_before_a_run_resumes(pipelinerl: Command, tmp_pat
         assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing; the row has prompt\n'
 
 
-def test_operating_system_errors_are_one_sentence_with_the_file(
+def test_operating_system_error_is_reported_in_one_sentence(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk under `> file`, a removed directory, an unreadable file: these used to give tracebacks."""
+    """Covers a full disk, a path that is too long and a removed working directory."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         patched.setattr(sys, "argv", ["pipelinerl", "explain"])
@@ -178,7 +178,7 @@ def test_usage_errors_have_exit_status_2(pipelinerl: Command, arguments: str) ->
 
 
 @pytest.mark.parametrize("role", ["controller", "engine"])
-def test_role_names_its_port_if_the_port_is_taken(pipelinerl: Command, role: str) -> None:
+def test_role_reports_which_port_is_already_taken(pipelinerl: Command, role: str) -> None:
     """The exit status is 1, so that the supervisor retries: the port may become free."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
@@ -189,14 +189,14 @@ def test_role_names_its_port_if_the_port_is_taken(pipelinerl: Command, role: str
     )
 
 
-def test_stream_server_names_its_port_if_the_port_is_taken(pipelinerl: Command) -> None:
+def test_stream_server_reports_which_port_is_already_taken(pipelinerl: Command) -> None:
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl("redis", "--port", port, "--run-dir", "here")
     assert done.status == 2 and f"port {port} on 127.0.0.1 is taken" in done.err
 
 
-def test_engine_with_damaged_weights_ends_with_the_reason(pipelinerl: Command, tmp_path: Path) -> None:
+def test_engine_with_damaged_weights_exits_with_the_reason(pipelinerl: Command, tmp_path: Path) -> None:
     shutil.copytree(SHIPPED, tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
     done = pipelinerl("engine", "--model", tmp_path / "model", "--controller-url", "", "--port", 0)
@@ -219,7 +219,7 @@ def test_ctrl_c_during_import_ends_without_a_traceback() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_knobs_are_shown_in_the_form_in_which_they_are_set() -> None:
+def test_knobs_are_printed_as_assignments() -> None:
     assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
@@ -232,7 +232,7 @@ def test_knobs_set_accepts_only_assignments(pipelinerl: Command, tmp_path: Path)
     assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
 
 
-def test_report_can_be_written_for_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
+def test_report_can_be_written_for_a_run_that_has_just_started(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text('{"time": 1.0, "kind": "run_started", "run": "tiny"}\n{"torn')
     done = pipelinerl("report", "run")
@@ -242,7 +242,7 @@ def test_report_can_be_written_for_a_run_that_has_just_begun(pipelinerl: Command
     assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
 
 
-def test_module_can_be_run_as_the_command() -> None:
+def test_cli_module_can_be_run_with_python_m() -> None:
     """The launcher starts `python -m pipelinerl.cli`."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -250,10 +250,10 @@ def test_module_can_be_run_as_the_command() -> None:
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
 
 
-def test_roles_get_the_stream_address_from_argument_environment_or_recipe(
+def test_role_takes_stream_address_from_argument_then_environment_then_recipe(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's password need not be in a command line, which every user of the machine can read."""
+    """The address can hold a password, and every user of the machine can read a command line."""
     found: list[str] = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
@@ -266,7 +266,7 @@ def test_roles_get_the_stream_address_from_argument_environment_or_recipe(
     assert found == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
-def test_help_describes_computed_defaults() -> None:
+def test_role_help_describes_computed_defaults() -> None:
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
     told = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}

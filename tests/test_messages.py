@@ -347,14 +347,14 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
-def test_bytes_of_every_message_are_unchanged(message: ControlMessage, fields: dict[str, Any]) -> None:
+def test_bytes_of_every_control_message_are_unchanged(message: ControlMessage, fields: dict[str, Any]) -> None:
     wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
     assert encode(message) == wire
     decode = decode_directive if isinstance(message, Directive) else decode_report
     assert decode(wire) == message
 
 
-def test_every_message_class_is_in_the_table() -> None:
+def test_every_control_message_class_has_recorded_bytes() -> None:
     known = {Directive, *typing.get_args(messages.Report)}
     assert {type(message) for message, _ in WIRE} == known == set(ControlMessage.__subclasses__())
 
@@ -371,6 +371,6 @@ def test_every_message_class_is_in_the_table() -> None:
         encode(WIRE[0][0])[:-1],
     ],
 )
-def test_messages_that_are_no_reports_are_rejected_as_reports(payload: bytes) -> None:
+def test_payload_that_is_not_a_report_is_rejected(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_report(payload)

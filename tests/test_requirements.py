@@ -53,14 +53,14 @@ def test_pyproject_pins_no_exact_version() -> None:
 
 
 @pytest.mark.parametrize("file", [path.stem for path in (ROOT / "requirements").glob("*.in")])
-def test_requirements_list_equals_its_lock_file(file: str) -> None:
+def test_requirements_list_matches_its_lock_file(file: str) -> None:
     lines = (ROOT / "requirements" / f"{file}.in").read_text().splitlines()
     wanted = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, (x for x in lines if x[0] != "#"))}
     assert wanted == {name: f"=={version}" for name, version in locked(file).items()}, "run `make lock`"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_lock_file_has_hashes_and_no_host(path: Path) -> None:
+def test_lock_file_has_hashes_and_names_no_package_index(path: Path) -> None:
     text = path.read_text()
     packages = [block for block in re.split(r"^(?=[\w])", text, flags=re.MULTILINE) if "==" in block]
     assert packages and all("--hash=sha256:" in block for block in packages)
@@ -68,9 +68,7 @@ def test_lock_file_has_hashes_and_no_host(path: Path) -> None:
 
 
 def test_lock_file_has_every_dependency_of_its_packages() -> None:
-    """pip installs lock files without resolving dependencies, so a missing package would only show at the first
-    import.
-    """
+    """pip installs lock files without resolving dependencies, so a missing package would fail only when imported."""
     pins = locked("build", "torch", "torch-cuda", "bench")
     checked = 0
     for name, version in pins.items():

@@ -26,7 +26,7 @@ def test_random_numbers_equal_the_golden_values() -> None:
     assert rng.sample_keys(42, 3).tolist() == [13679457532755275413, 2949826092126892291, 5139283748462763858]
 
 
-def test_noise_is_splitmix64_of_key_and_position() -> None:
+def test_sampling_noise_is_splitmix64_of_key_and_position() -> None:
     gamma = 0x9E3779B97F4A7C15
     keys = [splitmix64((42 + gamma * (i + 1)) & MASK) for i in range(3)]
     assert rng.sample_keys(42, 3).tolist() == keys
@@ -34,20 +34,20 @@ def test_noise_is_splitmix64_of_key_and_position() -> None:
     assert drawn == [(splitmix64((k + gamma * (t + 1)) & MASK) >> 11) / 2**53 for t, k in enumerate(keys)]
 
 
-def test_paths_with_the_same_joined_text_have_different_keys() -> None:
+def test_key_paths_with_the_same_joined_text_have_different_keys() -> None:
     paths = [(1,), ("1",), (1, 2), (12,), ("1", "2"), ("12",), (), ("",), ("a", "b"), ("ab",)]
     assert len({rng.key(0, *path) for path in paths}) == len(paths)
     assert all(0 <= rng.key(seed, "x") < 2**63 for seed in range(1000))
 
 
-def test_noise_of_a_token_is_independent_of_its_batch() -> None:
+def test_sampling_noise_of_a_token_is_independent_of_its_batch() -> None:
     keys, positions = rng.sample_keys(7, 64), np.arange(64)
     alone = [float(rng.uniform(keys[i : i + 1], positions[i : i + 1])[0]) for i in range(64)]
     assert rng.uniform(keys, positions).tolist() == alone
 
 
 @pytest.mark.parametrize("along", ["samples", "positions", "seeds"])
-def test_noise_is_uniform_and_uncorrelated(along: str) -> None:
+def test_sampling_noise_is_uniform_and_uncorrelated(along: str) -> None:
     """χ² over 64 cells, and the correlation of neighbours, both within 5 standard deviations."""
     n = 65536
     if along == "samples":
@@ -63,7 +63,7 @@ def test_noise_is_uniform_and_uncorrelated(along: str) -> None:
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 5 / np.sqrt(n)
 
 
-def test_consecutive_seeds_share_no_noise() -> None:
+def test_consecutive_seeds_share_no_sampling_noise() -> None:
     """In particular, the key of sample i of seed s must differ from the key of sample i − 1 of seed s + 1."""
     keys = np.concatenate([rng.sample_keys(seed, 16) for seed in range(1000)])
     assert np.unique(keys).shape == keys.shape

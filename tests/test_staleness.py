@@ -11,12 +11,12 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 
-def test_reload_is_due_at_a_distance_of_j() -> None:
+def test_reload_is_due_when_loaded_weights_are_j_versions_old() -> None:
     bounds = StalenessBounds(3, 9)
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 
 
-def test_rollout_is_accepted_up_to_a_distance_of_k() -> None:
+def test_rollout_is_accepted_if_at_most_k_versions_old() -> None:
     bounds = StalenessBounds(1, 2)
     assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
@@ -30,7 +30,7 @@ def test_on_policy_bounds_issue_one_step_of_prompts_and_then_wait() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
-def test_rollouts_that_may_issue_allows_are_accepted_at_their_step(
+def test_rollouts_issued_within_bounds_are_fresh_at_their_step(
     j: int, slack: int, current: int, age: int, step: int
 ) -> None:
     """Every rollout that `may_issue` allows is still fresh at the first step that has room for it."""
@@ -43,12 +43,10 @@ def test_rollouts_that_may_issue_allows_are_accepted_at_their_step(
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_sizes_that_may_issue_allows_are_accepted_at_their_step(
+def test_groups_of_any_size_issued_within_bounds_are_fresh_at_their_step(
     slack: int, step: int, sizes: list[int]
 ) -> None:
-    """Whole groups are issued in order until a step has its rollouts. Each group is still fresh at its step, and every
-    step gets its rollouts.
-    """
+    """Whole groups are issued in order until a step has enough rollouts, and every step gets enough."""
     bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
     while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
         queued, issued = queued + sizes[issued], issued + 1
@@ -71,6 +69,6 @@ def test_groups_of_any_sizes_that_may_issue_allows_are_accepted_at_their_step(
         (1, -math.inf, "staleness.k must be at least j = 1, got -inf"),
     ],
 )
-def test_impossible_bounds_are_rejected(j: int, k: float, sentence: str) -> None:
+def test_impossible_staleness_bounds_are_rejected(j: int, k: float, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         StalenessBounds(j, k)

@@ -23,10 +23,10 @@ def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout() -> None:
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 
 
-def test_only_a_judgement_has_a_meaningful_reward() -> None:
+def test_only_correct_partial_and_wrong_outcomes_are_judgements() -> None:
     assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 
-def test_pipeline_values_are_frozen() -> None:
+def test_rollout_groups_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         group(0).index = 1  # type: ignore[misc]

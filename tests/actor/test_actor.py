@@ -167,7 +167,7 @@ class Watched:
 
 @final
 class FullServer:
-    """Stream that rejects appends of rollouts and otherwise forwards to the one behind it."""
+    """Stream that rejects rollouts and forwards all other calls to `behind`."""
 
     def __init__(self, behind: MemoryStream) -> None:
         self._behind = behind
@@ -209,7 +209,7 @@ async def until(happened: Callable[[], Any]) -> Any:
     return found
 
 
-async def test_order_becomes_a_group() -> None:
+async def test_prompt_order_becomes_a_rollout_group() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -226,8 +226,8 @@ async def test_order_becomes_a_group() -> None:
     assert request.return_token_ids
 
 
-async def test_group_that_can_no_longer_train_is_dropped() -> None:
-    """With k = 2, a group begun at 3 is too old for the step after 5, but a group restarted then is not."""
+async def test_group_too_old_for_the_next_step_is_dropped() -> None:
+    """With k = 2, a group begun at version 3 is too old for the step after version 5; one restarted at 5 is not."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
@@ -266,8 +266,8 @@ async def test_group_that_can_no_longer_train_is_dropped() -> None:
     assert await watched.unacknowledged() == 0
 
 
-async def test_dropped_group_frees_its_engine_slots_at_once() -> None:
-    """The real engine over HTTP is slower than any test; only a client disconnect stops its work."""
+async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
+    """The engine needs 60 s for a token, so only a client disconnect can end its work in time."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
@@ -304,8 +304,8 @@ async def none_of(count: Any) -> bool:
     return await count == 0
 
 
-async def test_aborted_samples_are_sampled_again() -> None:
-    """Only the missing samples are requested, with another seed; complete ones are kept."""
+async def test_only_aborted_samples_are_sampled_again() -> None:
+    """The request for the missing samples has another seed."""
 
     def script(request: ChatCompletionRequest) -> ChatCompletion:
         if request.n == 3:
@@ -336,7 +336,7 @@ async def test_tokens_kept_from_a_failed_engine_are_reported() -> None:
     assert report == GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=40, tokens_resampled=3)
 
 
-async def test_group_of_a_single_engine_is_not_reported_as_handed_over() -> None:
+async def test_group_sampled_by_a_single_engine_is_not_reported_as_handed_over() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -364,7 +364,7 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_engine_error_fails_only_the_order(script: Script, reason: str) -> None:
+async def test_engine_error_fails_its_order_and_later_orders_succeed(script: Script, reason: str) -> None:
     watched, sampler = Watched(), ScriptedSampler(script)
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -397,7 +397,7 @@ async def test_order_of_an_unknown_domain_fails() -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])
-async def test_unreadable_order_goes_to_the_dead_letters(record: bytes) -> None:
+async def test_unreadable_order_is_moved_to_the_dead_letter_stream(record: bytes) -> None:
     watched = Watched()
     async with working(watched, ScriptedSampler()):
         await watched.order(record, order(8))
@@ -407,7 +407,9 @@ async def test_unreadable_order_goes_to_the_dead_letters(record: bytes) -> None:
 
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
-async def test_evaluation_is_reported_only_to_the_controller(text: str, correct: int, judged: int) -> None:
+async def test_evaluation_is_reported_to_the_controller_and_not_appended_as_rollouts(
+    text: str, correct: int, judged: int
+) -> None:
     watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))
     async with working(watched, sampler):
         await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
@@ -434,7 +436,7 @@ async def test_evaluation_is_reported_only_to_the_controller(text: str, correct:
     assert await watched.groups() == []
 
 
-async def test_held_orders_do_not_exceed_the_limit() -> None:
+async def test_actor_holds_no_more_orders_than_its_limit() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(*(order(index) for index in range(10)))
@@ -447,7 +449,7 @@ async def test_held_orders_do_not_exceed_the_limit() -> None:
         assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
-async def test_cancelled_actor_leaves_its_orders_to_the_next_start() -> None:
+async def test_orders_of_a_cancelled_actor_are_completed_after_its_restart() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1), order(2))
@@ -462,7 +464,7 @@ async def test_cancelled_actor_leaves_its_orders_to_the_next_start() -> None:
 
 
 async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """The filter is not applied to evaluations and to groups without any judgement."""
+    """The filter is not applied to evaluations and to groups without a verdict."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

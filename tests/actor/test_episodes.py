@@ -176,13 +176,15 @@ async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
-async def test_episode_verdict(name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path) -> None:
+async def test_episode_result_becomes_its_verdict(
+    name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
+) -> None:
     (made,) = await played(tmp_path, name)
     verdict = made.rollout.verdict
     assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
 
 
-async def test_branching_episode_is_a_rollout_of_several_segments(
+async def test_branching_episode_becomes_a_rollout_of_several_segments(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (made,) = await played(tmp_path, "branches", max_turns=6)
@@ -212,8 +214,10 @@ class Ages(Unwatched):
         self.began += 1
 
 
-async def test_group_is_as_old_as_its_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may restart the first turn; no later turn makes the group younger, as it does without `_GroupAge`."""
+async def test_group_age_counts_from_the_first_turn_of_its_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `_GroupAge`, each later turn would restart the age."""
 
     async def began() -> int:
         ages = Ages()
@@ -227,23 +231,23 @@ async def test_group_is_as_old_as_its_first_turn(tmp_path: Path, monkeypatch: py
     assert await began() == 2
 
 
-async def test_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
+async def test_episode_that_returns_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 
 
 @pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
-async def test_episode_without_end_is_masked(name: str, tmp_path: Path) -> None:
+async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str, tmp_path: Path) -> None:
     (made,) = await played(tmp_path, name, timeout_s=2.0)
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
 
 
-async def test_episode_of_a_lost_host_restarts_once(tmp_path: Path) -> None:
+async def test_episode_is_restarted_once_if_its_host_dies(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_host_that_dies_with_its_episodes_counts_as_one_failure(tmp_path: Path) -> None:
+async def test_host_that_dies_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
     class Judged(Unwatched):
         judgements: Sequence[Judgement] = ()
 
@@ -257,8 +261,8 @@ async def test_host_that_dies_with_its_episodes_counts_as_one_failure(tmp_path: 
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
-async def test_host_whose_connection_has_closed_gets_no_further_episode(tmp_path: Path) -> None:
-    """Its end may not have been noticed yet, and uvloop raises RuntimeError where asyncio drops what is written."""
+async def test_host_with_a_closed_connection_gets_no_further_episode(tmp_path: Path) -> None:
+    """A write to a closed transport raises RuntimeError in uvloop, while asyncio discards the data."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
     await hosts.start()
@@ -279,13 +283,13 @@ async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
             await maker.make(order(samples=2), Unwatched())
 
 
-async def test_unloadable_environment_fails_the_order_with_its_place(tmp_path: Path) -> None:
+async def test_order_fails_with_the_name_of_an_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
             await maker.make(order(), Unwatched())
 
 
-async def test_last_answer_of_a_command_is_judged(tmp_path: Path) -> None:
+async def test_last_model_answer_in_a_command_episode_is_judged(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"
@@ -307,14 +311,14 @@ async def test_last_answer_of_a_command_is_judged(tmp_path: Path) -> None:
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_failed_command_is_masked_with_the_last_line_of_its_errors(tmp_path: Path) -> None:
+async def test_failed_command_episode_reports_the_last_line_of_its_errors(tmp_path: Path) -> None:
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
     assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
 
 
-async def test_environment_may_write_messages_as_text_and_wrong_ones_are_named(tmp_path: Path) -> None:
+async def test_environment_may_return_messages_as_text_and_invalid_ones_are_rejected(tmp_path: Path) -> None:
     async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
         (made,) = await maker.make(order(), Unwatched())
     assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())

@@ -51,15 +51,17 @@ async def ended_at(
         ([5, 500], math.inf, None),
     ],
 )
-async def test_age_counts_from_the_next_known_version(versions: list[int], k: float, expected: int | None) -> None:
+async def test_group_age_counts_from_the_first_version_known_after_it_begins(
+    versions: list[int], k: float, expected: int | None
+) -> None:
     assert await ended_at(Freshness(), versions, k=k) == expected
 
 
-async def test_retry_counts_from_its_own_start() -> None:
+async def test_age_of_a_retried_group_counts_from_the_retry() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
 
 
-async def test_group_restarted_while_dropped_keeps_its_first_version() -> None:
+async def test_group_restarted_while_it_is_dropped_reports_its_first_version() -> None:
     freshness, held = Freshness(), Held(asyncio.timeout(None))
     with pytest.raises(TimeoutError):
         async with held.scope:
@@ -77,7 +79,7 @@ async def test_group_waiting_for_an_engine_does_not_age() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
 
 
-async def test_ended_group_is_not_watched() -> None:
+async def test_freshness_stops_watching_a_group_that_ended() -> None:
     freshness = Freshness()
     assert await ended_at(freshness, [1], k=1) is None
     freshness.follow(current=9, k=1)

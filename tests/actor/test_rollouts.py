@@ -1,4 +1,4 @@
-"""The rollout writer appends each group once, on a server and in memory, and one of several same-named actors wins."""
+"""The rollout writer appends each group once, and of several actors with one name only the last can append."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Forgetful:
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
-async def test_restarted_writer_continues_the_numbers(stream: Stream) -> None:
+async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream: Stream) -> None:
     first = await RolloutWriter.begin(stream, actor=NAME)
     await first.append([group(1), group(2)])
     await first.append([group(3)])
@@ -66,16 +66,16 @@ async def test_restarted_writer_continues_the_numbers(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
-async def test_lost_answer_is_not_taken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
-    """This holds even if the trainer has consumed some of the groups before they are appended again."""
+async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
+    """The trainer may have trimmed some of the groups before they are appended again."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([group(1), group(2)])
     await partition.append([group(3)])
     assert await indices(stream) == kept
 
 
-async def test_earlier_actor_of_one_name_is_fenced(stream: Stream) -> None:
-    """A suspended actor resumes after its replacement started: its appends count until the replacement writes."""
+async def test_actor_is_fenced_once_its_replacement_has_appended(stream: Stream) -> None:
+    """A suspended actor that resumes can append until the replacement of the same name does."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await earlier.append([group(1)])
@@ -86,7 +86,7 @@ async def test_earlier_actor_of_one_name_is_fenced(stream: Stream) -> None:
     assert await indices(stream) == [1, 2, 4]
 
 
-async def test_fencing_works_after_the_trainer_trimmed_the_entries(stream: Stream) -> None:
+async def test_actor_is_fenced_even_if_the_replacements_entries_were_trimmed(stream: Stream) -> None:
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await later.append([group(2)])
@@ -95,7 +95,7 @@ async def test_fencing_works_after_the_trainer_trimmed_the_entries(stream: Strea
         await earlier.append([group(3)])
 
 
-async def test_actors_with_equal_numbers_are_distinguished(stream: Stream) -> None:
+async def test_second_actor_that_appends_at_the_same_number_is_fenced(stream: Stream) -> None:
     """A later actor whose clock is behind continues from the earlier actor's last number."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([group(1)])
@@ -103,8 +103,8 @@ async def test_actors_with_equal_numbers_are_distinguished(stream: Stream) -> No
         await second.append([group(2)])
 
 
-async def test_fenced_actor_acknowledges_nothing() -> None:
-    """Its orders stay for the other actor; acknowledging an order whose group is not in the partition would lose it."""
+async def test_fenced_actor_acknowledges_no_orders() -> None:
+    """An acknowledged order whose group was not appended would be lost."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1))

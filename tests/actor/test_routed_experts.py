@@ -34,7 +34,7 @@ def group_of(answer: ChatCompletion, replay: RoutingReplay = RoutingReplay.ROLLO
     return assemble(order(7), rollouts_of(order(7), answers, replay=replay), actor="a")
 
 
-def test_rollouts_have_the_experts_of_the_preceding_token() -> None:
+def test_rollouts_have_the_routed_experts_of_the_preceding_token() -> None:
     for rollout in group_of(routed()).rollouts:
         (turn,) = rollout.turns
         assert turn.context_routed_experts is not None and len(turn.context_routed_experts) == 2
@@ -42,7 +42,7 @@ def test_rollouts_have_the_experts_of_the_preceding_token() -> None:
         np.testing.assert_array_equal(turn.routed_experts, SAMPLED)
 
 
-def test_experts_are_not_kept_without_replay() -> None:
+def test_routed_experts_are_dropped_without_replay() -> None:
     (turn,) = group_of(routed(), RoutingReplay.OFF).rollouts[0].turns
     assert turn.routed_experts is None and turn.context_routed_experts is None
 
@@ -58,19 +58,19 @@ def test_experts_are_not_kept_without_replay() -> None:
         (routed(sampled=SAMPLED[:2]), "expected routed experts of 3 tokens, got 2"),
     ],
 )
-def test_missing_experts_are_rejected(answer: ChatCompletion, said: str) -> None:
+def test_answer_without_routed_experts_is_rejected(answer: ChatCompletion, said: str) -> None:
     with pytest.raises(RecordError, match=said):
         group_of(answer)
 
 
-def test_experts_are_requested_for_training_only() -> None:
+def test_routed_experts_are_requested_for_training_only() -> None:
     assert chat_request(order(1), replay=RoutingReplay.ROLLOUT).return_routed_experts
     assert not chat_request(order(1)).return_routed_experts
     evaluation = order(1, purpose=Purpose.EVALUATION)
     assert not chat_request(evaluation, replay=RoutingReplay.ROLLOUT).return_routed_experts
 
 
-def test_canary_answer_is_computed_with_its_experts() -> None:
+def test_canary_batch_contains_the_routed_experts_of_its_answer() -> None:
     answer = routed()
     proven = answer.model_copy(
         update={"choices": [each.model_copy(update={"version_spans": [(4, 3)]}) for each in answer.choices]}

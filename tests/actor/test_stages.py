@@ -1,4 +1,4 @@
-"""The stage log: groups drawn for it, and its bounds."""
+"""The stage log: the groups that it traces, and its limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _done(log: StageLog, order: PromptOrder, *choices: Choice) -> None:
         log.verified(order, [choice.version_spans or () for choice in choices or [_choice([(0, 1)])]])
 
 
-def test_drawn_group_is_reported_once_with_its_longest_answer() -> None:
+def test_traced_group_is_reported_once_with_its_longest_answer() -> None:
     log = _log()
     _done(log, _order(7), _choice([(0, 1)]), _choice([(0, 2), (1, 3)]))
     (told,) = log.take()
@@ -53,7 +53,7 @@ def test_drawn_group_is_reported_once_with_its_longest_answer() -> None:
     assert log.take() == []
 
 
-def test_quarter_of_training_orders_is_drawn_by_seed() -> None:
+def test_stage_log_traces_a_quarter_of_training_orders_chosen_by_seed() -> None:
     log = _log()
     drawn = []
     for seed in range(16):
@@ -64,7 +64,7 @@ def test_quarter_of_training_orders_is_drawn_by_seed() -> None:
     assert log.take() == []
 
 
-def test_heartbeat_is_bounded_in_groups_and_spans() -> None:
+def test_heartbeat_has_a_bounded_number_of_traced_groups_and_spans() -> None:
     log = _log()
     for index in range(9):
         _done(log, _order(index), _choice([(version, 1) for version in range(50)]))
@@ -73,7 +73,7 @@ def test_heartbeat_is_bounded_in_groups_and_spans() -> None:
     assert all(len(each.spans) == 32 for each in told)
 
 
-def test_failed_order_leaves_no_stages() -> None:
+def test_failed_order_is_not_in_the_stage_log() -> None:
     log = _log()
     order = _order(1)
     try:

@@ -1,4 +1,4 @@
-"""The verifier tally: counts by domain, and the streak since the last judgement."""
+"""The verifier tally: counts by domain, and the streak of errors since the last verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipelinerl.messages import VerifierFigures
 from pipelinerl.verifiers.verifier import Judgement, correct, failed, timed_out, wrong
 
 
-def test_counts_are_by_domain_and_a_judgement_resets_the_streak() -> None:
+def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_streak() -> None:
     tally = VerifierTally()
     tally.note("math", [Judgement(correct("1"), 0.5), Judgement(failed("broke"), 0.25), Judgement(timed_out(2.0), 2.0)])
     tally.note("code", [Judgement(failed("x"), 0.0)] * 3)

@@ -40,7 +40,7 @@ BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/models/directory_files.py",  # libraries may raise any exception for foreign files
     "pipelinerl/verifiers/oubliette/guest/program.py",  # the main of a process and of its programs
     "pipelinerl/verifiers/group_filter.py",
-    "pipelinerl/environments/verifiers_host.py",  # likewise
+    "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
     "pipelinerl/environments/episode_host.py",  # the main function of a process; user code may raise any exception
 )
 

@@ -1,4 +1,4 @@
-"""The rules about the tree as a whole are kept, and each rejects a bad tree."""
+"""The whole tree keeps each house rule, and each rule rejects a tree that breaks it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _tree(sources: dict[str, str]) -> tuple[Module, ...]:
 
 
 @pytest.mark.parametrize("rule", [rule for rule, _, _ in RULES], ids=lambda rule: rule.__name__)
-def test_project_keeps_the_rule(rule: Rule) -> None:
+def test_project_follows_the_rule_for_the_whole_tree(rule: Rule) -> None:
     assert not (broken := list(rule(project()))), "\n".join([rule.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_rule_rejects_bad_trees_and_accepts_good_trees(
+def test_tree_rule_rejects_bad_trees_and_accepts_good_trees(
     rule: Rule, breaks: dict[str, str], keeps: dict[str, str]
 ) -> None:
     assert list(rule(_tree(breaks)))
@@ -79,5 +79,5 @@ def test_rooms_in_the_docs_match_those_in_the_tree() -> None:
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_files_with_exceptions_still_exist() -> None:
+def test_files_excepted_from_tree_rules_still_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

@@ -1,6 +1,4 @@
-"""Contracts, configuration, registry, objective and launcher are imported, each in a new interpreter, without a heavy
-library.
-"""
+"""Contracts, configuration, registry, objective and launcher import no heavy library, each in a new interpreter."""
 
 from __future__ import annotations
 
@@ -51,10 +49,10 @@ def _modules(*rooms: str) -> list[str]:
     ],
     ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
 )
-def test_import_loads_no_heavy_library(modules: list[str]) -> None:
+def test_light_modules_import_no_heavy_library(modules: list[str]) -> None:
     assert modules
     assert _loaded(modules, HEAVY) == []
 
 
-def test_heavy_library_in_an_import_would_be_detected() -> None:
+def test_heavy_library_loaded_by_an_import_is_detected() -> None:
     assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

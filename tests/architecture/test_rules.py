@@ -20,35 +20,35 @@ ALL = (*RULES, *TEST_RULES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_module_keeps_the_rule(rule: Rule) -> None:
+def test_every_product_module_follows_the_house_rule(rule: Rule) -> None:
     broken = [f"{module.path}: {problem}" for module in project() for problem in rule.check(module)]
     assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.name)
-def test_every_test_module_keeps_the_rule(rule: Rule) -> None:
+def test_modules_of_the_test_suite_follow_the_house_rule(rule: Rule) -> None:
     broken = [f"{module.path}: {problem}" for module in suite() for problem in rule.check(module)]
     assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
-def test_rule_rejects_bad_code(rule: Rule) -> None:
+def test_house_rule_rejects_bad_code(rule: Rule) -> None:
     assert rule.breaks
     for path, source in rule.breaks:
         assert list(rule.check(Module(path, source))), f"{rule.name} misses, in {path}:\n{source}"
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
-def test_rule_accepts_good_code(rule: Rule) -> None:
+def test_house_rule_accepts_good_code(rule: Rule) -> None:
     for path, source in rule.keeps:
         assert not list(rule.check(Module(path, source))), f"{rule.name} refuses, in {path}:\n{source}"
 
 
-def test_no_import_cycles() -> None:
+def test_product_modules_have_no_import_cycles() -> None:
     assert cycles(project()) == []
 
 
-def test_import_cycle_would_be_detected() -> None:
+def test_import_cycle_is_detected() -> None:
     a = Module("launch/a.py", "def f():\n    from launch.b import x")
     b = Module("launch/b.py", "import launch.c")
     c = Module("launch/c.py", "from launch import a")
@@ -61,13 +61,12 @@ def test_relative_imports_are_rejected() -> None:
         _ = Module("launch/a.py", "from . import b").imports
 
 
-def test_modules_of_every_package_are_checked() -> None:
-    """The rules look for the packages at the right paths."""
+def test_house_rules_check_modules_of_every_package() -> None:
     names = {module.name for module in project()}
     assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.supervisor"} <= names
 
 
-def test_files_in_lists_of_exceptions_exist() -> None:
+def test_files_in_the_rules_exception_lists_exist() -> None:
     excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED, *OPENS_HTTP}
     assert excepted <= {module.path for module in project()}
 

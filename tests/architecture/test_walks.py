@@ -21,7 +21,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize(("path", "name"), PLACES, ids="::".join)
-def test_definition_named_in_a_walk_exists(path: str, name: str) -> None:
+def test_definition_named_in_the_architecture_docs_exists(path: str, name: str) -> None:
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for word in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == word]
@@ -29,7 +29,7 @@ def test_definition_named_in_a_walk_exists(path: str, name: str) -> None:
         body = getattr(found[0], "body", [])
 
 
-def test_four_walks_are_described() -> None:
+def test_architecture_docs_describe_four_walks_of_limited_length() -> None:
     walks = re.split(r"^\*\*(.+)\*\*$", DRAWING, flags=re.MULTILINE)[1:]
     told = dict(zip(walks[::2], walks[1::2], strict=True))
     assert told.keys() == LENGTHS.keys()
@@ -38,6 +38,6 @@ def test_four_walks_are_described() -> None:
         assert 5 <= len(files) <= LENGTHS[name], f"{name}: {len(files)} files"
 
 
-def test_reading_list_is_short_enough_for_an_hour() -> None:
+def test_reading_list_in_the_architecture_docs_has_1200_to_2000_lines() -> None:
     names = re.findall(r"`([a-z_/]+\.py)`", DRAWING.partition("## An hour of reading")[2])
     assert 1200 <= sum((ROOT / name).read_text().count("\n") for name in names) <= 2000

@@ -18,7 +18,7 @@ SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, ma
 
 
 @pytest.mark.slow
-def test_engine_keeps_itself_busy_and_ends_with_its_context(tmp_path: Path) -> None:
+def test_benchmark_engine_stays_busy_and_ends_with_its_context(tmp_path: Path) -> None:
     random_decoder(SHAPE).save_pretrained(tmp_path)
     core = min(os.sched_getaffinity(0))
     order = EngineOrder(folder=tmp_path, slots=2, context=64, load=Load(samples=2, tokens=8), core=core)
@@ -43,7 +43,7 @@ def test_engine_keeps_itself_busy_and_ends_with_its_context(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_engine_that_cannot_start_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_engine_that_cannot_start_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         pytest.raises(RuntimeError, match="ended before it was ready"),
         served(EngineOrder(folder=tmp_path / "nothing", slots=2, context=64)),
@@ -54,7 +54,7 @@ def test_engine_that_cannot_start_raises(tmp_path: Path, capfd: pytest.CaptureFi
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_windows_of_all_modes_are_measured() -> None:
+def test_engine_busy_benchmark_measures_all_modes() -> None:
     payload = engine_busy.measure(rounds=1, window_s=0.3)
     assert set(payload["tokens_per_s"]["medians"]) == {"alone", "spin", "training", "publishing"}
     assert payload["rounds_per_window"]["training"] >= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.episodes import Crowd, busy
 
 
-def test_slots_stay_busy_below_many_episodes_with_slow_tools() -> None:
+def test_engine_slots_stay_busy_with_many_episodes_that_use_slow_tools() -> None:
     crowd = Crowd(groups=12, slots=4, step_s=0.02, longest_tool_s=1.0, warm_s=2.0, seconds=4.0)
     crowded = busy(crowd)
     assert crowded.busy >= 0.9

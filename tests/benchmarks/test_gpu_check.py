@@ -23,7 +23,7 @@ SMALL = replace(QUICK, answer=16, parity_sequences=2, trained_tokens=128, rounds
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_cuda_nothing_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_without_cuda_checks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == gpu_check.NO_DEVICE == 3
     out, err = capsys.readouterr()
     assert err.strip() == "no CUDA device: nothing was checked"
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", ["correctness", "parity"])
-def test_log_probs_agree_in_a_rehearsal(part: str, folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_equal_log_probs(part: str, folder: Path) -> None:
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert result["fp32_max"] < 1e-4
@@ -48,37 +48,37 @@ def test_log_probs_agree_in_a_rehearsal(part: str, folder: Path) -> None:
     ("part", "figure"),
     [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "mean_apart"), ("staging", "peak_share")],
 )
-def test_rates_are_measured_in_a_rehearsal(part: str, figure: str, folder: Path) -> None:
+def test_gpu_check_rehearsal_measures_rates(part: str, figure: str, folder: Path) -> None:
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
 
 
-def test_cached_beginnings_are_found_in_a_rehearsal(folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_cached_prefixes(folder: Path) -> None:
     _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
     assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
 
 
 @pytest.mark.slow
-def test_gradients_of_a_large_vocabulary_are_rehearsed(folder: Path) -> None:
-    """More logits than are held at once, so the output layer is computed in pieces."""
+def test_gpu_check_rehearsal_computes_gradients_of_a_large_vocabulary(folder: Path) -> None:
+    """The output layer is computed in pieces, because all logits at once exceed the limit."""
     _, result = gpu_check.attempt("vocabulary", folder, replace(SMALL, head_vocab=2**18), CPU)
     assert result["errors"][1] <= 0.003
 
 
 @pytest.mark.slow
-def test_member_killed_in_a_broadcast_is_noticed(folder: Path) -> None:
+def test_gpu_check_rehearsal_notices_a_member_killed_in_a_broadcast(folder: Path) -> None:
     _, result = gpu_check.attempt("killed", folder, SMALL, CPU)
     assert result["error"] != "none" and result["works_again"]
 
 
 @pytest.mark.slow
-def test_jax_agrees_with_torch_in_a_rehearsal(folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_jax_equal_to_torch(folder: Path) -> None:
     _, result = gpu_check.attempt("jax", folder, SMALL, CPU)
     assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
 
 
-def test_attention_kernel_agrees_with_buckets() -> None:
+def test_gpu_check_finds_the_attention_kernel_equal_to_buckets() -> None:
     """The kernel is a verified fake, in fp32; the check itself needs CUDA."""
     scale = replace(SMALL, segment=24)
     layers = {each.name: each for each in gpu_attention.layers(varlen_attention, scale, CPU, torch.float32)}
@@ -90,20 +90,20 @@ def test_attention_kernel_agrees_with_buckets() -> None:
 
 
 @pytest.mark.slow
-def test_attention_is_timed() -> None:
+def test_gpu_check_times_the_attention_kernels() -> None:
     for layer in gpu_attention.layers(varlen_attention, SMALL, CPU, torch.float32):
         assert layer.timed(2).ratio("buckets", "varlen").median > 0
 
 
 @pytest.mark.slow
-def test_optimizer_state_on_the_host_is_rehearsed(folder: Path) -> None:
+def test_gpu_check_rehearsal_covers_optimizer_state_on_the_host(folder: Path) -> None:
     rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
     assert all(row.met is not False for row in rows) and len(rows) == 6
     assert result["host"]["apart"] <= 1e-6
 
 
 @pytest.mark.slow
-def test_whole_rehearsal_runs_to_the_end_and_records_each_part(
+def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpu_check.main(["--device", "cpu", "--quick", "--results", str(tmp_path)]) == 0
@@ -114,7 +114,9 @@ def test_whole_rehearsal_runs_to_the_end_and_records_each_part(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
-def test_part_that_raises_is_a_missed_row(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_part_that_raises_becomes_a_failed_row(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise error("no kernel image is available\nlong story")
 
@@ -125,7 +127,9 @@ def test_part_that_raises_is_a_missed_row(error: type[Exception], monkeypatch: p
     assert "long story" in result["failed"]
 
 
-def test_hanging_part_is_killed_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_gpu_check_part_is_killed_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "LIMIT_S", 0.01)
     seen: list[list[str]] = []
     rows, results = gpu_check.check(CPU, SMALL, ["decode", "mesh"], lambda found: seen.append(list(found)))
@@ -134,7 +138,7 @@ def test_hanging_part_is_killed_and_the_next_one_runs(tmp_path: Path, monkeypatc
     assert seen == [["decode"], ["decode", "mesh"]], "the record is written after each part"
 
 
-def test_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "apart", lambda part, *_: ([Row(part, 1.0)], {"figure": part}))
     monkeypatch.setattr(gpu_check, "save_model", lambda *_: None)
     for part in ("decode", "memory"):
@@ -145,7 +149,7 @@ def test_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch
     assert list(json.loads((tmp_path / "gpu_check.json").read_text())["checks"]) == ["decode"]
 
 
-def test_floating_point_operations_of_a_known_shape() -> None:
+def test_step_flops_of_a_known_shape_match_a_hand_computed_number() -> None:
     """The shape has one layer of width 4 with one head, feed-forward 8, vocabulary 10."""
     shape = DecoderShape(hidden=4, layers=1, heads=1, intermediate=8, vocab=10)
     batch = random_batch(replace(SMALL, shape=shape, trained_tokens=64, segment=16))

@@ -12,7 +12,7 @@ from benchmarks.measure import Interval, Paired, Row, bootstrap_median, paired, 
 from tests.patience import SOON_S
 
 
-def test_arms_alternate_and_warmup_is_discarded() -> None:
+def test_paired_arms_alternate_and_warmup_is_discarded() -> None:
     ran: list[str] = []
 
     def arm(name: str, value: float) -> float:
@@ -25,13 +25,13 @@ def test_arms_alternate_and_warmup_is_discarded() -> None:
     assert measured.median("a") == 6
 
 
-def test_ratio_is_the_median_of_paired_ratios() -> None:
+def test_paired_ratio_is_the_median_of_the_ratios_of_each_round() -> None:
     """The machine slows tenfold in round 2, which would change a ratio of medians."""
     measured = Paired({"slow": (2.0, 20.0, 2.2), "fast": (1.0, 10.0, 1.1)})
     assert measured.ratio("slow", "fast") == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
 
 
-def test_interval_contains_the_median_and_is_deterministic() -> None:
+def test_bootstrap_interval_contains_the_median_and_is_deterministic() -> None:
     values = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95, 1.3, 1.0, 1.15]
     interval = bootstrap_median(values)
     assert interval.median == 1.05
@@ -40,12 +40,12 @@ def test_interval_contains_the_median_and_is_deterministic() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_meaningless_measurement_is_rejected(value: float) -> None:
+def test_measurement_that_is_not_a_positive_finite_number_is_rejected(value: float) -> None:
     with pytest.raises(ValueError, match="'a' must measure a finite positive number"):
         paired({"a": lambda: value}, rounds=1)
 
 
-def test_empty_measurement_is_rejected() -> None:
+def test_measurement_without_arms_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least one arm"):
         paired({}, rounds=3)
 
@@ -56,7 +56,7 @@ def test_seconds_of_measures_wall_time() -> None:
     assert 0.02 <= seconds_of(lambda: time.sleep(0.02))() < SOON_S
 
 
-def test_record_names_its_machine(tmp_path: Path) -> None:
+def test_benchmark_record_names_its_machine(tmp_path: Path) -> None:
     write_record("x", {"speed_up": Interval(2.0, 1.9, 2.1).as_dict()}, folder=tmp_path / "results")
     record = json.loads((tmp_path / "results" / "x.json").read_text())
     assert record["speed_up"] == {"median": 2.0, "low": 1.9, "high": 2.1}
@@ -65,7 +65,7 @@ def test_record_names_its_machine(tmp_path: Path) -> None:
         write_record("x", {"bad": float("nan")}, folder=tmp_path)
 
 
-def test_record_has_a_line_per_row_of_numbers(tmp_path: Path) -> None:
+def test_benchmark_record_has_a_line_per_row_of_numbers(tmp_path: Path) -> None:
     payload = {"fleets": [{"engines": 4, "samples": {"real": (1.5, 2.5), "none": []}}], "none": {}, "by_step": {1: 2}}
     write_record("x", payload, folder=tmp_path)
     text = (tmp_path / "x.json").read_text()
@@ -74,7 +74,7 @@ def test_record_has_a_line_per_row_of_numbers(tmp_path: Path) -> None:
     assert json.loads(text)["by_step"] == {"1": 2}
 
 
-def test_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("t", [Row("speed-up", Interval(2, 1.9, 2.1), ">= 2", False), Row("time", 0.12345)])
     out = capsys.readouterr().out
     assert "2 [1.9, 2.1]" in out
@@ -82,7 +82,7 @@ def test_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.1235" in out
 
 
-def test_quick_run_leaves_no_record(tmp_path: Path) -> None:
+def test_quick_benchmark_run_leaves_no_record(tmp_path: Path) -> None:
     write_record("x", {"a": 1}, quick=True, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 

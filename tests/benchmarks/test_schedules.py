@@ -20,7 +20,7 @@ def config_of(schedule: Schedule, cell: Cell) -> RunConfig:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
+def test_schedule_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
     for config in (config_of(schedule, cell) for schedule in schedules()):
         rollouts = load(RECIPE).training.rollouts_per_step
         assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
@@ -28,7 +28,7 @@ def test_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
         assert config.training.rollouts_per_step == rollouts * mini_batching_of(config).mini_batches
 
 
-def test_arms_differ_in_their_schedule_alone() -> None:
+def test_schedule_arms_differ_only_in_their_schedule() -> None:
     plain = load(RECIPE, list(CELLS[0].changes))
     theirs = ("staleness", "training", "run", "evaluation", "checkpoint")
     for schedule in schedules():
@@ -39,27 +39,27 @@ def test_arms_differ_in_their_schedule_alone() -> None:
         assert objective_of(config) == objective_of(plain)
 
 
-def test_grid_has_both_laws_of_length() -> None:
+def test_schedules_benchmark_has_both_length_distributions() -> None:
     assert {cell.lengths for cell in CELLS} == {"fixed", "heavy-tailed"}
     assert len({schedule.name for schedule in schedules()}) == 8
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_held_out_split_has_enough_problems(cell: Cell) -> None:
+def test_held_out_split_has_enough_problems_for_the_evaluation(cell: Cell) -> None:
     config = config_of(schedules()[0], cell)
     wanted = config.evaluation_sets[0]
     source = held_out_problems(config, wanted)[wanted.name]
     assert len({source.problem(index).problem_id for index in range(wanted.problems)}) == wanted.problems
 
 
-def test_seconds_to_a_reward_are_those_of_the_curve() -> None:
+def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
     run = FinishedRun(config=load(RECIPE), history=tell(events_of(8)), completed=True, accuracy=0.5)
     row = figures(Job("conventional G = 2", 0, RECIPE, ()), run)
     assert (row["seconds_to_0.6"], row["seconds_to_0.7"]) == (6.0, 7.0)
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
 
 
-def test_ratio_is_to_the_best_conventional_arm_and_paired_by_seed() -> None:
+def test_schedule_ratio_is_relative_to_the_best_conventional_arm_and_paired_by_seed() -> None:
     times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
         {"cell": "c", "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
@@ -72,7 +72,9 @@ def test_ratio_is_to_the_best_conventional_arm_and_paired_by_seed() -> None:
     assert found["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_trials_choose_cores_by_seconds_and_then_the_rate_by_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_choose_the_fastest_use_of_cores_and_then_the_best_learning_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:
         fast, good = "engine.count=2", "learning_rate=0.001"
         assert all(job.seed not in (0, 1, 2) for job in jobs)

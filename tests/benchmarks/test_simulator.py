@@ -28,7 +28,7 @@ def config_of(recipe: Path, arm: str) -> RunConfig:
     return load(recipe, changes_of(arm, steps=40))
 
 
-def test_arms_differ_in_their_schedule_alone(recipe: Path) -> None:
+def test_simulator_arms_differ_only_in_their_schedule(recipe: Path) -> None:
     plain = load(recipe)
     for arm in ARMS:
         config = config_of(recipe, arm)
@@ -38,7 +38,7 @@ def test_arms_differ_in_their_schedule_alone(recipe: Path) -> None:
         assert config.training.rollouts_per_step == 64 * config.training.mini_batches
 
 
-def test_schedules_are_as_fast_and_as_stale_as_their_names_say(recipe: Path) -> None:
+def test_simulated_schedules_rank_by_speed_and_staleness_as_expected(recipe: Path) -> None:
     predictions: dict[str, Prediction] = {}
     for arm in ARMS:
         lengths = HeavyTailedLengths(12.0, 0.8, 48)
@@ -74,5 +74,5 @@ def tokens_per_s(engines: int) -> float:
     return simulate(setting, Hardware(engine=ENGINE, trainer=trainer)).tokens_per_s
 
 
-def test_throughput_scales_with_the_fleet() -> None:
+def test_simulated_throughput_scales_with_the_fleet() -> None:
     assert 7.0 < tokens_per_s(128) / tokens_per_s(16) < 9.0

@@ -17,7 +17,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_arm_uses_reinforce_with_the_importance_weight_it_names(arm: str) -> None:
+def test_each_staleness_arm_uses_reinforce_with_the_importance_weight_in_its_name(arm: str) -> None:
     config = load(RECIPE, ARMS[arm])
     assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {
@@ -33,7 +33,7 @@ def test_each_arm_uses_reinforce_with_the_importance_weight_it_names(arm: str) -
     assert gradient.tolist() == pytest.approx((-weight * ADVANTAGES).tolist())
 
 
-def test_arms_differ_in_bounds_and_objective_only() -> None:
+def test_staleness_arms_differ_only_in_bounds_and_objective() -> None:
     recipe = load(RECIPE)
     same = [
         config.model_copy(update={"staleness": recipe.staleness, "objective": recipe.objective})
@@ -42,7 +42,7 @@ def test_arms_differ_in_bounds_and_objective_only() -> None:
     assert all(config == recipe for config in same)
 
 
-def test_picture_is_drawn(tmp_path: Path) -> None:
+def test_staleness_plot_is_written_as_png(tmp_path: Path) -> None:
     curve = ((0.0, 1.0), (0.2, 0.4))
     runs = [{"arm": arm, "by_samples": curve, "by_seconds": curve, "ess_by_step": curve} for arm in ARMS]
     assert plot(runs, tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")

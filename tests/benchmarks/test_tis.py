@@ -63,13 +63,13 @@ def _config(arm: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_arm_is_the_notes_objective(arm: str) -> None:
+def test_tis_arm_has_the_gradient_of_the_notes_objective(arm: str) -> None:
     objective = resolve(_config(arm).objective)
     gradient = objective.prediction_gradient(np.array(TOKENS)[:, 0], _columns())
     assert gradient.tolist() == pytest.approx(_expected(arm.split()[-1]))
 
 
-def test_arms_differ_in_objective_and_weights_only() -> None:
+def test_tis_arms_differ_only_in_objective_and_weight_format() -> None:
     reference, native, *others = (_config(arm) for arm in ARMS)
     assert reference.model_dump() == load(RECIPE).model_dump()
     assert {other.engine.weights for other in others} == {WeightFormat.INT8}
@@ -81,7 +81,6 @@ def test_arms_differ_in_objective_and_weights_only() -> None:
 
 
 def _events(steps: int) -> list[Event]:
-    """Return the events of a run whose steps report what real ones do."""
     objective = resolve(_config(list(ARMS)[-1]).objective)
     reported = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
     current, old, behavior, _ = np.array(TOKENS, np.float32).T
@@ -112,7 +111,7 @@ def _finished(events: list[Event]) -> FinishedRun:
 JOB = Job("native PPO", 0, RECIPE, ())
 
 
-def test_figures_come_from_the_steps() -> None:
+def test_tis_figures_are_computed_from_the_steps() -> None:
     row = figures(JOB, _finished(_events(4)))
     assert row["accuracy"] == 0.5
     assert row["curves"]["accuracy"][1][-1] == pytest.approx(0.4)
@@ -123,13 +122,13 @@ def test_figures_come_from_the_steps() -> None:
     assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"
 
 
-def test_missing_figure_is_named() -> None:
+def test_error_names_a_tis_figure_missing_from_the_steps() -> None:
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report ess"):
         figures(JOB, _finished(events))
 
 
-def test_picture_is_drawn(tmp_path: Path) -> None:
+def test_tis_plot_is_written_as_png(tmp_path: Path) -> None:
     row = figures(JOB, _finished(_events(4)))
     runs = [{**row, "arm": name} for name in ARMS for _ in range(2)]
     assert plot(runs, tmp_path / "docs" / "tis.png").read_bytes().startswith(b"\x89PNG")

@@ -21,7 +21,7 @@ def with_domain(**domain: Any) -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "addition", **domain}]})
 
 
-def test_domain_has_its_own_prompts_and_sampling() -> None:
+def test_domain_overrides_prompts_and_sampling() -> None:
     (domain,) = with_domain(
         system_prompt="s",
         prompt_template="Say {prompt}",
@@ -96,7 +96,7 @@ def test_domain_files_are_relative_to_the_recipe_that_names_them(
     ("text", "sentence"),
     [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is not JSON"), ("{}", "must hold a list")],
 )
-def test_error_names_few_shot_examples_that_cannot_be_read(text: str | None, sentence: str, tmp_path: Path) -> None:
+def test_error_names_an_unreadable_few_shot_file(text: str | None, sentence: str, tmp_path: Path) -> None:
     recipe = written(tmp_path)
     shots = tmp_path / "data" / "shots.json"
     shots.unlink() if text is None else shots.write_text(text)

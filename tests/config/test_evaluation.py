@@ -26,7 +26,7 @@ def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
     return parse(overridden(table, overrides))
 
 
-def test_recipe_without_sets_has_one_named_after_its_split() -> None:
+def test_recipe_without_evaluation_sets_gets_one_named_after_its_split() -> None:
     (asked,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets
@@ -59,7 +59,7 @@ def test_evaluation_set_overrides_single_defaults() -> None:
     ]
 
 
-def test_domain_without_weight_is_evaluated_but_not_trained_on() -> None:
+def test_domain_with_zero_weight_is_evaluated_but_not_trained_on() -> None:
     config = recipe(
         {"name": "main"}, {"name": "bench", "domains": ["benchmark"]}, {"name": "both", "domains": ["b", "benchmark"]}
     )

@@ -1,4 +1,4 @@
-"""Tests of recipe layers: naming a preset or kind replaces what lower layers say about it completely."""
+"""Tests of recipe layers: a preset or kind replaces all of its settings in lower layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def objective(*overrides: str) -> object:
 
 
 @pytest.mark.parametrize("override", ["objective.preset=ppo_tis", "objective=ppo_tis", 'objective={preset="ppo_tis"}'])
-def test_preset_in_a_higher_layer_replaces_the_slots_of_the_recipe_below(override: str) -> None:
-    """Regression: the slots were kept, so `tiny` with ppo_tis ran without TIS."""
+def test_preset_override_replaces_the_objective_slots_of_the_base_recipe(override: str) -> None:
+    """If the slots of `tiny` were kept, ppo_tis would run without TIS."""
     assert objective(override) == {"preset": "ppo_tis"}
     assert resolve(load("tiny", [override]).objective) == PRESETS["ppo_tis"].objective
 
@@ -35,17 +35,17 @@ def test_preset_in_a_higher_layer_replaces_the_slots_of_the_recipe_below(overrid
         ("objective=ppo_tis", "objective.is_weight.high=4.0"),
     ],
 )
-def test_other_keys_of_the_same_layer_refine_the_preset_in_any_order(overrides: tuple[str, ...]) -> None:
+def test_preset_and_its_refinement_may_be_given_in_any_order(overrides: tuple[str, ...]) -> None:
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 
-def test_slot_given_without_a_preset_changes_the_objective_of_the_recipe_below() -> None:
+def test_slot_override_without_a_preset_refines_the_base_objective() -> None:
     assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}  # type: ignore[dict-item]
     assert objective("objective.is_weight.high=3.0") == BASE | {"is_weight": {"kind": "one", "high": 3.0}}
 
 
-def test_kind_replaces_all_settings_of_its_slot() -> None:
-    """Regression: `epsilon_high` belongs to a clipped ratio, but was passed on to any other kind."""
+def test_kind_override_replaces_all_settings_of_its_slot() -> None:
+    """`epsilon_high` belongs to a clipped ratio only."""
     assert objective("objective.grad1.kind=sequence_ratio") == BASE | {"grad1": {"kind": "sequence_ratio"}}
     assert objective("objective.grad1=logprob") == BASE | {"grad1": {"kind": "logprob"}}
 
@@ -64,7 +64,7 @@ def test_derived_recipe_is_merged_like_overrides(tmp_path: Path) -> None:
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_base_whose_objective_is_only_a_name_can_be_refined() -> None:
+def test_base_objective_given_by_name_can_be_refined() -> None:
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }
@@ -73,7 +73,7 @@ def test_base_whose_objective_is_only_a_name_can_be_refined() -> None:
     }
 
 
-def test_other_tables_are_merged_and_layers_stay_unchanged() -> None:
+def test_tables_are_merged_key_by_key_and_input_layers_stay_unchanged() -> None:
     below = {"run": {"name": "x", "steps": 3}, "engine": {"slots": 1}}
     assert merged(below, {"run": {"steps": 4}}) == {"run": {"name": "x", "steps": 4}, "engine": {"slots": 1}}
     assert overridden(below, ["run.steps=5", "run.seed=1"])["run"] == {"name": "x", "steps": 5, "seed": 1}
@@ -82,8 +82,7 @@ def test_other_tables_are_merged_and_layers_stay_unchanged() -> None:
         overridden(below, ["run.name.x=1"])
 
 
-def test_table_in_a_list_is_selected_by_its_name() -> None:
-    """Regression: the README allows overriding any key, but keys of domains could not be overridden."""
+def test_override_selects_a_domain_by_its_name() -> None:
     below = {"domains": [{"name": "a"}, {"name": "b", "parameters": {"path": "x"}}]}
     changed = overridden(below, ["domains.b.parameters.path=y", "domains.a.weight=0.5"])
     assert changed == {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "parameters": {"path": "y"}}]}
@@ -99,7 +98,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_path_is_relative_to_the_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score")
     write(tmp_path / "bases" / "base.toml", f'base = "tiny"\n{domain}[trainer]\ntype = "mine.py:Trainer"\n')
     recipe = write(tmp_path / "run.toml", 'base = "bases/base.toml"\n[engine]\ntype = "engines/mine.py:open"\n')
@@ -120,7 +119,7 @@ def test_elastic_type_paths_resolve_relative_to_the_recipe(tmp_path: Path) -> No
     assert load(tmp_path / "elsewhere.toml") == config
 
 
-def test_saved_recipe_means_the_same_wherever_it_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recipe_loads_equal_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
     recipe = write(
         tmp_path / "run.toml",
@@ -155,7 +154,7 @@ def test_data_path_on_the_command_line_is_relative_to_the_working_directory(
     assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}
 
 
-def test_file_in_a_domains_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
     domain = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
     recipe = write(tmp_path / "run.toml", DOMAIN.format(source="addition", verifier="math_answer") + domain)
     write(tmp_path / "cli.py", "")

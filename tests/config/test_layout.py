@@ -1,4 +1,4 @@
-"""Tests that all readers of a run's streams reject runs of another layout version with one sentence."""
+"""Tests that commands and the controller reject a run directory of another layout version."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from pipelinerl.roles.process import Identity
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    """Return the directory of a run of the first layout: a recipe, events, and a live controller's address, but no
-    layout version.
-    """
+    """Return the directory of a live run of layout 1, which has no file with its layout version."""
     save(load("tiny"), tmp_path / "recipe.toml")
     (tmp_path / "events.jsonl").write_text('{"kind": "run_started", "elapsed_s": 1.0}\n')
     (tmp_path / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": None}))

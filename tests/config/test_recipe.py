@@ -101,23 +101,23 @@ def refusal(*overrides: str) -> str:
         ('parameter_server.urls=["http://a:1", "http://a:1"]', "parameter_server.urls must name each server once"),
     ],
 )
-def test_errors_name_the_field(override: str, sentence: str) -> None:
+def test_invalid_override_is_rejected_in_one_line_naming_the_key(override: str, sentence: str) -> None:
     assert refusal(override).startswith(sentence)
     assert "\n" not in refusal(override), "one finding, one line"
 
 
-def test_error_for_k_below_j_has_a_remedy() -> None:
+def test_staleness_k_below_j_is_rejected_with_a_remedy() -> None:
     assert refusal("staleness.j=2", "staleness.k=1").startswith("staleness.k must be at least j = 2, got 1: ")
 
 
-def test_each_error_has_its_own_line() -> None:
+def test_each_recipe_error_is_on_its_own_line() -> None:
     assert refusal("run.steps=0", "engine.slots=x").splitlines() == [
         "run.steps: Input should be greater than or equal to 1, got 0",
         "engine.slots: Input should be a valid integer, got 'x'",
     ]
 
 
-def test_parameter_servers_are_started_if_weights_are_pulled_and_no_server_is_given() -> None:
+def test_parameter_servers_are_started_for_pull_transport_without_server_urls() -> None:
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
@@ -137,7 +137,7 @@ def test_incompatible_broadcast_settings_are_rejected() -> None:
     )
 
 
-def test_error_does_not_repeat_a_secret_in_an_address() -> None:
+def test_error_omits_the_password_of_a_redis_address() -> None:
     with pytest.raises(RecipeError, match="must begin with redis://") as refused:
         config.parse({"streams": {"redis_url": "http://:s3cret@host"}})
     assert "s3cret" not in str(refused.value)
@@ -149,12 +149,12 @@ def test_domain_names_must_be_unique() -> None:
         parse({**MINIMAL, "domains": [domain, domain]})
 
 
-def test_required_sections_must_be_given() -> None:
+def test_recipe_without_required_sections_is_rejected() -> None:
     with pytest.raises(RecipeError, match="model: must be given\ndomains: must be given"):
         parse({})
 
 
-def test_derived_recipe_changes_single_keys_of_its_base(tmp_path: Path) -> None:
+def test_derived_recipe_overrides_single_keys_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
     (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
     resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")
@@ -182,7 +182,7 @@ def test_files_that_are_not_recipes_are_rejected(tmp_path: Path, files: dict[str
         load(tmp_path / "a.toml")
 
 
-def test_strings_and_lists_become_typed_values() -> None:
+def test_override_strings_and_lists_become_typed_values() -> None:
     resolved = load("tiny", ["trainer.precision=bf16", "engine.on_update=abort", 'sampling.stop=["a", "b"]'])
     assert resolved.trainer.precision is Precision.BF16
     assert resolved.engine.on_update is OnUpdate.ABORT
@@ -191,7 +191,7 @@ def test_strings_and_lists_become_typed_values() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(config.RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
+def test_shipped_recipe_is_equal_after_save_and_load(recipe: Path, tmp_path: Path) -> None:
     resolved = load(recipe, ["staleness.k=inf"])
     written = tmp_path / "resolved.toml"
     save(resolved, written)
@@ -202,7 +202,7 @@ def test_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
 
 
-def test_reward_shaping_reads_back_equal_and_is_validated() -> None:
+def test_reward_shaping_survives_a_round_trip_and_is_validated() -> None:
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
     assert resolved.domains[0].reward is not None
@@ -212,14 +212,14 @@ def test_reward_shaping_reads_back_equal_and_is_validated() -> None:
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 
-def test_config_is_frozen_and_has_its_run_directory() -> None:
+def test_config_is_frozen_and_run_directory_ends_with_run_name() -> None:
     resolved: RunConfig = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
         resolved.run.steps = 3  # type: ignore[misc]
 
 
-def test_staleness_scope_reads_back_equal() -> None:
+def test_staleness_scope_survives_a_round_trip() -> None:
     config = load("tiny", ["staleness.scope=rollout"])
     assert config.staleness.scope is StalenessScope.ROLLOUT
     assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
@@ -235,7 +235,7 @@ def test_staleness_scope_reads_back_equal() -> None:
         ({"type": "jax", "options": {"mesh": {"fsdp": 2}}}, 1),
     ],
 )
-def test_launcher_starts_the_processes_of_a_torch_mesh(trainer: dict[str, object], processes: int) -> None:
+def test_launcher_starts_one_process_per_rank_of_a_torch_mesh(trainer: dict[str, object], processes: int) -> None:
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trainer": trainer})
     assert config.trainer_processes == processes
     alone = config.in_one_process

@@ -59,11 +59,11 @@ def test_judge_verifier_and_judge_table_require_each_other() -> None:
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
-def test_judge_url_may_end_in_v1(url: str) -> None:
+def test_judge_url_may_end_with_v1_or_a_slash(url: str) -> None:
     assert JudgeSection(url=url).url == URL
 
 
-def test_judge_key_appears_in_no_repr_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     section = JudgeSection(url=URL, key_variable="A_KEY")
     domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)
@@ -96,10 +96,10 @@ def test_oubliette_languages_must_be_known() -> None:
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_services_judge_if_any_are_started_or_the_recipe_says_so(changes: list[str], uses_services: bool) -> None:
+def test_verifier_services_judge_if_started_or_chosen_by_the_recipe(changes: list[str], uses_services: bool) -> None:
     assert load("tiny", changes).verification.uses_services is uses_services
 
 
-def test_services_that_would_be_unused_are_rejected() -> None:
+def test_unused_verifier_services_are_rejected() -> None:
     with pytest.raises(RecipeError, match="they would be unused"):
         load("tiny", ["verification.services=1", "verification.judged_in=actors"])

@@ -49,7 +49,7 @@ def test_reference_program_passes_its_tests_and_printing_the_input_fails() -> No
     assert seen == {("operations=1",), ("operations=2",), ("operations=3",)}
 
 
-def test_problems_depend_on_index_and_splits_are_disjoint() -> None:
+def test_program_problems_depend_on_index_and_splits_are_disjoint() -> None:
     first, again = source(), source()
     assert [first.problem(i) for i in range(20)] == [again.problem(i) for i in reversed(range(20))][::-1]
     held_out = [source(Split.HELD_OUT, max_number=99).problem(i).messages for i in range(40)]
@@ -64,6 +64,6 @@ def test_operand_of_a_nested_operation_is_in_parentheses() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{"operations": 4}, {"tests": 0}, {"max_number": 1}, {"level": 2}])
-def test_error_names_unknown_and_invalid_parameters(parameters: dict[str, int]) -> None:
+def test_error_names_unknown_and_invalid_program_parameters(parameters: dict[str, int]) -> None:
     with pytest.raises(RecipeError, match=f"domains.code.parameters.*{next(iter(parameters))}"):
         source(**parameters)

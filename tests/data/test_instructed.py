@@ -41,7 +41,7 @@ def test_every_kind_of_instruction_occurs_except_response_language() -> None:
     assert found == CATALOGUE.keys() - {"language:response_language"}
 
 
-def test_problems_depend_on_seed_and_index_and_splits_are_disjoint() -> None:
+def test_instruction_problems_depend_on_seed_and_index_and_splits_are_disjoint() -> None:
     assert problems(50) == problems(50) != problems(50, seed=1)
     by_split = [{problem.messages for problem in problems(60, split=split)} for split in Split]
     assert len(set.union(*by_split)) == sum(map(len, by_split))
@@ -57,7 +57,7 @@ def test_higher_level_raises_the_numbers_that_instructions_require() -> None:
     assert counts[0] < counts[1]
 
 
-def test_topics_and_kinds_come_from_the_recipe() -> None:
+def test_topics_and_kinds_of_instructions_come_from_the_recipe() -> None:
     for problem in problems(30, topics=["{} cheese"], kinds=["punctuation:no_comma"], max_instructions=1):
         assert "{} cheese" in problem.messages[-1].content
         assert problem.metadata["instructions"] == [{"id": "punctuation:no_comma"}]
@@ -74,11 +74,13 @@ def test_topics_and_kinds_come_from_the_recipe() -> None:
         ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds that can be combined"),
     ],
 )
-def test_invalid_or_incompatible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:
+def test_invalid_or_incompatible_instruction_parameters_are_rejected(
+    parameters: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(RecipeError, match=f"domains.d.parameters.*{sentence}"):
         problems(1, **parameters)
 
 
-def test_argument_after_the_sources_name_is_rejected() -> None:
+def test_instructions_source_with_an_argument_is_rejected() -> None:
     with pytest.raises(RecipeError, match="source must be instructions without an argument, got instructions:x"):
         open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

@@ -29,7 +29,7 @@ def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("size", [1, 3, 8, 32, 250])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.25, 0.05), (1.0, 2.0, 3.0)])
-def test_shares_of_domains_hold_over_thousands_of_problems_and_within_each_step(
+def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(
     weights: tuple[float, ...], size: int, seed: int
 ) -> None:
     """Shares are within 1 % over each 1,000 problems, and exact by quota within each step."""
@@ -47,7 +47,7 @@ def test_shares_of_domains_hold_over_thousands_of_problems_and_within_each_step(
             assert not share.is_integer() or counts[name] == share, "a whole share is kept exactly"
 
 
-def test_order_of_domains_within_a_step_depends_on_seed_and_has_no_pattern() -> None:
+def test_order_of_domains_within_a_step_is_shuffled_by_seed() -> None:
     asked = {"a": 1.0, "b": 1.0}
     drawn = names(mixture(asked), 4000, Quota(0, 8))
     assert drawn == names(mixture(asked), 4000, Quota(0, 8))

@@ -33,7 +33,7 @@ def test_splits_of_a_generator_are_disjoint_for_all_seeds(kind, parameters):
         assert seen[one] and not seen[one] & seen[other]
 
 
-def test_problem_is_a_pure_function_of_seed_and_index():
+def test_generated_problem_is_a_pure_function_of_seed_and_index():
     forwards, backwards = source("addition", Split.HELD_OUT), source("addition", Split.HELD_OUT)
     expected = [forwards.problem(i) for i in range(50)]
     assert [backwards.problem(i) for i in reversed(range(50))] == expected[::-1]
@@ -42,7 +42,7 @@ def test_problem_is_a_pure_function_of_seed_and_index():
     assert [train.problem(i) for i in range(20)] != [source("addition", seed=1).problem(i) for i in range(20)]
 
 
-def test_held_out_problems_are_distinct_and_exhaustion_is_an_error():
+def test_held_out_problems_are_distinct_and_too_few_are_rejected():
     held_out = source("addition", Split.HELD_OUT, max_digits=1)  # of 100 possible problems, about 10 are held out
     with pytest.raises(RecipeError, match=r"holds? only \d+ distinct"):
         prompts(held_out, 100)
@@ -87,7 +87,7 @@ def test_error_names_the_invalid_source_parameter(kind, parameters, message):
         source(kind, **parameters)
 
 
-def test_answer_pattern_without_matches_is_an_error():
+def test_answer_pattern_that_matches_no_problem_is_rejected():
     with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
         source("addition", answer_pattern="x").problem(0)
 

@@ -32,12 +32,12 @@ FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None
         ("no field", "no field"),
     ],
 )
-def test_placeholders_are_replaced_by_field_values(text: str, expected: str) -> None:
+def test_prompt_template_placeholders_are_replaced_by_field_values(text: str, expected: str) -> None:
     assert Template(text).render(FIELDS) == expected
 
 
 @pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
-def test_error_names_the_missing_field(text: str) -> None:
+def test_prompt_template_error_names_the_missing_field(text: str) -> None:
     field = "zzz" if "zzz" in text else "absent"
     with pytest.raises(RecipeError, match=f'field "{field}" is missing; available: choices, level, question'):
         Template(text).render(FIELDS)
@@ -54,13 +54,13 @@ def test_error_names_the_missing_field(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_template_can_access_only_fields_and_its_failures_are_reported(text: str) -> None:
+def test_prompt_template_can_access_only_fields_and_its_failures_are_reported(text: str) -> None:
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
 
 @pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
-def test_invalid_template_is_rejected_when_it_is_created(text: str) -> None:
+def test_invalid_prompt_template_is_rejected_when_it_is_created(text: str) -> None:
     with pytest.raises(RecipeError, match="not a valid Jinja template: line 1"):
         Template(text)
 
@@ -116,7 +116,7 @@ def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> Non
         asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
-def test_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
+def test_prompt_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
     (problem, *_) = asked("files", Prompts(system="s", template=template), path=path)
@@ -125,7 +125,7 @@ def test_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
     assert problem.messages[0] == Message("system", "s")
 
 
-def test_template_does_not_change_a_problems_split(tmp_path: Path) -> None:
+def test_prompt_template_does_not_change_a_problems_split(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:
         plain, dressed = (
@@ -135,7 +135,7 @@ def test_template_does_not_change_a_problems_split(tmp_path: Path) -> None:
         assert plain == dressed
 
 
-def test_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path: Path) -> None:
+def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path: Path) -> None:
     rows = [{"left": i, "right": i, "answer": str(2 * i)} for i in range(40)]
     (problem, *_) = asked(
         "files", Prompts(template=Template("{left}+{right}")), path=written(tmp_path / "a.jsonl", rows)

@@ -50,7 +50,7 @@ def test_problems_returned_by_a_users_function_are_split_by_hash(function: Calla
     assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
 
 
-def test_function_with_a_split_parameter_is_called_once_per_split() -> None:
+def test_users_function_with_a_split_parameter_is_called_once_per_split() -> None:
     found = {split: questions(source(by_split, split)) for split in Split}
     for split in Split:
         assert {f"{split} {i}" for i in range(4)} <= found[split]
@@ -73,7 +73,7 @@ def refused(function: Callable[..., Any], **parameters: Any) -> str:
     return str(caught.value)
 
 
-def test_unusable_functions_and_results_are_rejected_with_a_reason() -> None:
+def test_unusable_user_functions_and_results_are_rejected_with_a_reason() -> None:
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
     assert 'row 1: field "answer" is missing; the row has prompt' in refused(lambda: [listed()[0], {"prompt": "a"}])

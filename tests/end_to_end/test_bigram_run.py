@@ -119,10 +119,11 @@ async def run(
     until: Callable[[Controller], bool] = lambda controller: False,
     beside: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
 ) -> list[dict[str, object]]:
-    """Run to the end, or until `until` returns true; return the events. `learning` has keys that are added to the
-    recipe.
+    """Run to the end, or until `until` returns true; return the events.
 
-    `beside` runs at the same time, and must not end before the run unless it raises an error.
+    Args:
+        learning: keys added to the recipe.
+        beside: runs concurrently, and must not end before the run unless it raises an error.
     """
     config = parse(
         {
@@ -214,10 +215,8 @@ async def test_bigram_learns_while_weights_change_in_flight(tmp_path: Path, mode
     assert events[-1]["kind"] == "run_finished"
 
 
-async def test_ppo_with_critic_warm_up_and_controlled_kl_learns_in_flight(tmp_path: Path, model: Path) -> None:
-    """Three models are in the trainer's process. During the critic's warm-up, version numbers rise but weights do not
-    change.
-    """
+async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path, model: Path) -> None:
+    """During the critic's warm-up, version numbers rise although the policy's weights do not change."""
     learning = {
         "objective": {
             "preset": "ppo",
@@ -251,8 +250,8 @@ async def test_ppo_with_critic_warm_up_and_controlled_kl_learns_in_flight(tmp_pa
     assert ledger["trained"] == STEPS * 8
 
 
-async def test_old_logprobs_of_the_sampling_weights_equal_the_samplers_logprobs(tmp_path: Path, model: Path) -> None:
-    """They are equal for tokens of any age: a bigram model has no cache, so only rounding differs."""
+async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path: Path, model: Path) -> None:
+    """A bigram model has no KV cache, so even the log-probs of old tokens differ only by rounding."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
@@ -267,8 +266,10 @@ async def test_old_logprobs_of_the_sampling_weights_equal_the_samplers_logprobs(
     assert [file.stem for file in kept] == [f"version-{version:06d}" for version in range(STEPS - 3, STEPS + 1)]
 
 
-async def test_interrupted_run_resumes_from_its_checkpoint(tmp_path: Path, model: Path) -> None:
-    """All roles die in the middle. The resumed run, with new streams, engine and processes, trains each prompt once."""
+async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(
+    tmp_path: Path, model: Path
+) -> None:
+    """The resumed run has new streams, roles and engine."""
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         await run(

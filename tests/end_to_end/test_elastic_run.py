@@ -44,7 +44,7 @@ class Site:
     def __init__(self, model: Path) -> None:
         self.options = EngineOptions(model_path=model, model_id="bigram", slots=8, max_waiting=4096, context_length=64)
         self.gone: dict[str, int] = {}
-        """Tokens that each had sampled when it was stopped, in that order."""
+        """Tokens that each stopped engine had sampled, in the order of stopping."""
         self._up: dict[str, tuple[ExitStack, Engine]] = {}
 
     def start(self, name: str) -> str:
@@ -74,11 +74,9 @@ class Site:
 
 
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
-    """Check that no engine is added while the limit is one, although the engine is busy. Then a knob allows two, first
-    in a dry run. At last there is little work, and the second engine is removed.
+    """Check that a second engine is added once the limit permits it, after a dry run, and removed when work is scarce.
 
-    A group fills an engine, so that its slots are full whenever it computes, although it seldom computes at the
-    end.
+    One group fills all slots of an engine, so an engine that computes at all counts as full.
     """
     controller = service.controller
     state = controller.state
@@ -163,7 +161,6 @@ _LIVE: Final = (
 
 
 def _turn(run: LiveRun, limit: str, number: int) -> None:
-    """Change a limit of the live run."""
     words = [*CLI, "knobs", "set", str(run.directory), f"{limit}.{ENGINE}={number}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
@@ -174,7 +171,7 @@ def _until_gone(run: LiveRun, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_live_run_grows_shrinks_and_keeps_its_minimum(tmp_path: Path) -> None:
+def test_live_run_adds_and_removes_engines_and_keeps_its_minimum(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments, model = light_run(directory, *_LIVE), tmp_path / "bigram" / "model"
     set_pace(model, **SLOW)

@@ -1,6 +1,4 @@
-"""A run with six optimizer steps per batch, whose trainer is killed: it trains exactly once, with bit-identical
-results.
-"""
+"""A run with six optimizer steps per batch whose trainer is killed: each step trains once, with identical results."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killing_the_trainer_of_a_run_with_epochs_changes_nothing(tmp_path: Path) -> None:
-    """The replay is one uninterrupted trainer; the run's steps before and after the kill must equal its steps."""
+def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: Path) -> None:
+    """The replay uses one uninterrupted trainer; its steps must equal those before and after the kill."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")

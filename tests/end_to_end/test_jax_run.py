@@ -1,7 +1,7 @@
 """Real runs with the JAX trainer and a torch engine: they learn like the torch trainer, and survive its death.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. A trainer that was
-killed and restored from its checkpoint must therefore draw the same curve, bit by bit.
+In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. A trainer restored from
+its checkpoint after a kill must therefore repeat the training curve bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_jax_trainer_matches_torch_and_draws_the_same_curve_after_a_kill(tmp_path: Path) -> None:
+def test_jax_run_matches_torch_and_repeats_its_curve_after_a_kill(tmp_path: Path) -> None:
     curves = {}
     for kind in ("torch", "jax"):
         with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:

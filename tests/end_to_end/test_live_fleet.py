@@ -34,9 +34,7 @@ LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "la
 
 
 def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until `more` further groups have ended. They are trained or filtered: few answers at this temperature are
-    right.
-    """
+    """Wait until `more` further groups are trained or filtered; at this temperature few answers are right."""
 
     def ended(run: LiveRun) -> int:
         ledger = status(run).ledger
@@ -52,9 +50,9 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # short form, in a run with other faults: test_live_run.py
+@pytest.mark.slow  # faster test, in a run with other faults: test_live_run.py
 @pytest.mark.timeout(400)
-def test_engine_is_replaced_under_load(tmp_path: Path) -> None:
+def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -> None:
     """There is no grace period, so the old engine's requests in progress are handed over."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
@@ -86,9 +84,9 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow  # short form, between processes and without a run: tests/engines/http/test_engine_handover.py
+@pytest.mark.slow  # faster test, between processes and without a run: tests/engines/http/test_engine_handover.py
 @pytest.mark.timeout(200)
-def test_only_undelivered_tokens_are_lost_with_a_killed_engine(tmp_path: Path) -> None:
+def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path) -> None:
     """After kill -9 during generation, the other engine continues after the tokens that were delivered."""
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
@@ -107,8 +105,8 @@ def test_only_undelivered_tokens_are_lost_with_a_killed_engine(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_requested_engine_is_restarted_when_it_dies(tmp_path: Path) -> None:
-    """It is the run's only engine, and dies while it generates."""
+def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path: Path) -> None:
+    """The run has no other engine, and this one is killed while it generates."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -124,7 +122,7 @@ def test_requested_engine_is_restarted_when_it_dies(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_requested_engines_end_with_their_launcher(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_end_with_their_launcher(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -151,7 +149,7 @@ def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_hundred_kills_during_generation_lose_no_rollouts_and_stall_for_seconds(tmp_path: Path) -> None:
+def test_hundred_engine_kills_lose_no_rollouts_and_stall_at_most_15_seconds(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")

@@ -1,7 +1,6 @@
 """Real runs in real processes: their outputs, how they stop and resume, and what survives kill -9.
 
-Whatever happens to the processes of a lockstep run, its training curve must equal that of the undisturbed run bit by
-bit.
+Whatever happens to the processes of a lockstep run, its training curve must equal the undisturbed run's bit for bit.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def undisturbed() -> LiveRun:
     return undisturbed_run()
 
 
-def test_run_completes_and_leaves_its_outputs(undisturbed: LiveRun) -> None:
+def test_completed_run_leaves_events_reports_and_a_loadable_checkpoint(undisturbed: LiveRun) -> None:
     run = undisturbed
     assert_settled(run, steps=STEPS)
     assert {event["staleness_max"] for event in run.events("step")} == {1.0}
@@ -100,7 +99,7 @@ def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveR
         pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_run_resumed_from_its_location_equals_the_undisturbed_run(
+def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed_run(
     tmp_path: Path, kind: Kind, lost: str
 ) -> None:
     """Ctrl-C stops the first launch. Then the machine is lost, with its processes and its disk."""
@@ -134,7 +133,7 @@ def test_stopped_run_resumed_from_its_location_equals_the_undisturbed_run(
     assert kept >= {"step-000008", "step-000012"} and len(kept) == load(directory / "recipe.toml").checkpoint.keep
 
 
-def test_live_run_survives_four_deaths_and_the_removal_of_its_engine(tmp_path: Path) -> None:
+def test_live_run_survives_killed_roles_and_a_replaced_engine(tmp_path: Path) -> None:
     """Engine, trainer, controller and tracker are restarted; the tracker has each step of the run once.
 
     Then the run's engine is replaced without a grace period, and the requests in progress are handed over.
@@ -178,7 +177,9 @@ def test_live_run_survives_four_deaths_and_the_removal_of_its_engine(tmp_path: P
 @pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_kill_9_of_a_role_does_not_change_the_curve(tmp_path: Path, undisturbed: LiveRun, role: str, step: int) -> None:
+def test_killed_role_does_not_change_the_training_curve(
+    tmp_path: Path, undisturbed: LiveRun, role: str, step: int
+) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP), directory) as run:
         run.until_step(step)
@@ -191,7 +192,9 @@ def test_kill_9_of_a_role_does_not_change_the_curve(tmp_path: Path, undisturbed:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_dead_controller_without_restarts_ends_the_run_with_a_remedy(tmp_path: Path, undisturbed: LiveRun) -> None:
+def test_run_ends_with_a_remedy_if_its_controller_dies_without_restarts_left(
+    tmp_path: Path, undisturbed: LiveRun
+) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
         run.until_step(6)
@@ -206,9 +209,7 @@ def test_dead_controller_without_restarts_ends_the_run_with_a_remedy(tmp_path: P
 
 
 def saved_to_its_last_step(run: LiveRun) -> int:
-    """Return the step at which a run was suspended. Assert that its state was saved then, even if no checkpoint
-    was due.
-    """
+    """Return the last step of a suspended run; assert that it was saved, even if no checkpoint was due."""
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
@@ -219,7 +220,7 @@ def saved_to_its_last_step(run: LiveRun) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_process_of_a_run_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP), directory) as run:
         run.until_step(2)
@@ -239,7 +240,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
 )  # fmt: skip
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_run_completes_in_every_mode(tmp_path: Path, change: str) -> None:
+def test_run_completes_in_every_update_mode_and_objective(tmp_path: Path, change: str) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, "run.steps=20", "staleness.k=4", change), directory) as run:
         assert run.end() == 0, run.story()
@@ -252,7 +253,7 @@ def test_run_completes_in_every_mode(tmp_path: Path, change: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
+def test_streams_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) -> None:
     from redis import Redis
 
     directory = tmp_path / "run"

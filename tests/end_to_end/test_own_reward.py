@@ -29,7 +29,7 @@ def from_the_page(folder: Path) -> Path:
     return folder / "words.toml"
 
 
-def test_pages_second_recipe_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
+def test_second_recipe_in_rewards_docs_adds_a_function_to_a_verifier(tmp_path: Path) -> None:
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
@@ -39,7 +39,7 @@ def test_pages_second_recipe_adds_the_function_to_a_verifier(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
-def test_files_of_the_page_in_an_empty_folder_are_a_run(
+def test_files_in_rewards_docs_can_be_run_in_an_empty_folder(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_the_page(tmp_path)

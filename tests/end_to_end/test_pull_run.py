@@ -1,5 +1,4 @@
-"""A real run whose engines pull weights learns bit by bit what a run with broadcasts learns, and survives a killed
-server.
+"""A real run whose engines pull weights equals a run with broadcasts bit for bit, also after a server is killed.
 
 In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed, so the transport of
 the weights must make no difference.
@@ -27,9 +26,7 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("shards", [1, 2])
-def test_run_with_pulled_weights_equals_one_with_broadcasts_despite_a_killed_server(
-    tmp_path: Path, shards: int
-) -> None:
+def test_run_with_pulled_weights_equals_a_broadcast_run_despite_a_killed_server(tmp_path: Path, shards: int) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
         assert run.end() == 0, run.story()
         expected = curve(run)

@@ -48,7 +48,7 @@ async def judged(name: str) -> list[list[Verdict]]:
 
 
 @pytest.mark.parametrize("name", [domain.name for domain in RLVR.domains])
-def test_each_domain_starts_with_groups_of_right_and_wrong_answers(name: str) -> None:
+def test_each_rlvr_domain_starts_with_groups_of_right_and_wrong_answers(name: str) -> None:
     if name == "programs":
         needs_a_sandbox()
     groups = asyncio.run(judged(name))
@@ -58,7 +58,7 @@ def test_each_domain_starts_with_groups_of_right_and_wrong_answers(name: str) ->
 
 
 @pytest.mark.slow
-def test_no_domain_is_dropped_or_left_unjudged(tmp_path: Path) -> None:
+def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path: Path) -> None:
     needs_a_sandbox()
     changes = [f"run.directory={tmp_path}", "run.steps=12", "evaluation.problems=8"]
     with launched(["rlvr", *changes], tmp_path / "rlvr") as run:

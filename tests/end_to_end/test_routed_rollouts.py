@@ -61,9 +61,7 @@ class InParts:
 
 @final
 class LikesLow:
-    """A verifier whose reward is the fraction of lower-case letters. A random model rarely gets the same reward
-    twice.
-    """
+    """A verifier whose reward is the fraction of lower-case letters, which rarely repeats for a random model."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)

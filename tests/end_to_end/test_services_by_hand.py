@@ -54,9 +54,9 @@ def until(directory: Path, reached: object) -> RunStatus:
     raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
 
 
-@pytest.mark.slow  # short form, with a controller of the test: tests/commands/test_engines.py
+@pytest.mark.slow  # faster test, in which only the controller is real: tests/commands/test_engines.py
 @pytest.mark.timeout(600)
-def test_swap_prints_the_start_command_and_continues_once_it_was_typed(tmp_path: Path) -> None:
+def test_swap_prints_the_start_command_and_continues_once_the_engine_runs(tmp_path: Path) -> None:
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
     redis, controller, engine = free_ports(3)
     common = [

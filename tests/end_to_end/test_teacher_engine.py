@@ -1,4 +1,4 @@
-"""A torch engine in another process as the teacher: its log-probs and the step with them are the local ones."""
+"""A torch engine in another process as the teacher gives the log-probs and training step of a local teacher."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _answers(url: str) -> bool:
 
 
 def batch(budget: int = 64) -> TrainBatch:
-    """Return rollouts of one domain of RL and two that are distilled, at several temperatures and lengths."""
+    """Return rollouts of an RL domain and of a distilled domain, at several temperatures and lengths."""
     draw, groups = generator(7, "teacher"), []
     for index, domain in enumerate(("short_words", "long_words", "long_words")):
         rollouts = []
@@ -72,12 +72,12 @@ def batch(budget: int = 64) -> TrainBatch:
     return build(groups, objective=resolve("pipelinerl"), token_budget=budget, producing=1, losses=losses)
 
 
-def test_engine_passes_the_check_of_prompt_logprobs(url: str) -> None:
+def test_torch_engine_passes_the_prompt_logprobs_check(url: str) -> None:
     (result,) = run(url, token=None, only=["prompt_logprobs_are_returned_or_refused"], timeout_s=PATIENCE_S)
     assert result.outcome is CheckOutcome.PASSED, result.reason
 
 
-def test_log_probs_of_the_engine_are_those_of_the_local_reference(url: str) -> None:
+def test_teacher_engine_logprobs_equal_those_of_the_local_model(url: str) -> None:
     local, remote = TorchTrainer(), EngineTeacher(url)
     local.init_worker(TrainerSpec(model_path=TEACHER, device=Device.CPU))
     batches = batch().micro_batches
@@ -88,7 +88,7 @@ def test_log_probs_of_the_engine_are_those_of_the_local_reference(url: str) -> N
     remote.close()
 
 
-def test_step_with_teachers_by_domain_is_the_same_here_and_over_the_engine(url: str) -> None:
+def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -> None:
     figures = []
     for teacher in (str(TEACHER), url):
         config = load("tiny", ['domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{teacher}"'])
@@ -104,7 +104,7 @@ def test_step_with_teachers_by_domain_is_the_same_here_and_over_the_engine(url: 
     assert "kl_reference" not in here
 
 
-def test_check_asks_the_teacher_for_its_model_and_context(url: str) -> None:
+def test_check_command_shows_the_teachers_model_and_context(url: str) -> None:
     def said(address: str, context: int) -> list[tuple[str, str]]:
         config = load(
             "tiny",
@@ -122,7 +122,7 @@ def test_check_asks_the_teacher_for_its_model_and_context(url: str) -> None:
     assert part == "warning" and "does not answer now" in text
 
 
-def test_teacher_that_cannot_answer_is_named_with_its_reason(url: str) -> None:
+def test_error_names_the_teacher_that_cannot_answer_and_the_reason(url: str) -> None:
     too_long = rollout(prompt=[3] * 40, sampled=[4] * 20)
     (packed,) = build(
         [replace(group(0), rollouts=(too_long,))], objective=resolve("reinforce"), token_budget=64, producing=1

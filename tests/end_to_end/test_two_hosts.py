@@ -79,12 +79,10 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
             process.wait(SOON_S)
 
 
-@pytest.mark.slow  # short form, through a launcher of several hosts: tests/launch/cluster/test_nodes.py
+@pytest.mark.slow  # faster test, with a launcher of several hosts: tests/launch/cluster/test_nodes.py
 @pytest.mark.parametrize("transport", ["broadcast", "pull"])
 def test_run_works_with_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
-    """Trainer, controller, streams and one engine are on the first host; the other engine and all actors on the
-    second.
-    """
+    """The second host runs one engine and all actors; everything else runs on the first."""
     with two_hosts() as (one, two), roles(tmp_path, one) as run:
 
         def events(kind: str) -> list[dict[str, Any]]:

@@ -45,13 +45,13 @@ def _has_learned(run: LiveRun) -> None:
     assert first["high"] < last["low"], (first, last)
 
 
-def test_run_with_vllm_learns(tmp_path: Path) -> None:
+def test_run_with_a_vllm_engine_learns(tmp_path: Path) -> None:
     with launched(_arguments(tmp_path / "inside"), tmp_path / "inside") as run:
         _has_learned(run)
 
 
 @pytest.mark.slow
-def test_run_survives_the_death_of_its_vllm_core(tmp_path: Path) -> None:
+def test_run_completes_after_its_vllm_core_process_is_killed(tmp_path: Path) -> None:
     with launched(_arguments(tmp_path / "run"), tmp_path / "run") as run:
         run.until_step(5, timeout_s=600.0)
         core = next(child for child in run.role("engine-0").children(recursive=True) if "EngineCore" in child.name())
@@ -91,5 +91,5 @@ def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path: Path) ->
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_twenty_swaps_of_torch_and_vllm_lose_nothing(tmp_path: Path) -> None:
+def test_twenty_swaps_of_torch_and_vllm_engines_lose_no_rollouts(tmp_path: Path) -> None:
     _swapped(tmp_path / "run", times=20)

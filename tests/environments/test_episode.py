@@ -96,7 +96,7 @@ def test_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_answer_is_abandoned_if_its_request_is_repeated_before_it_is_read() -> None:
+def test_answer_is_abandoned_if_the_agent_repeats_its_request() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -121,7 +121,7 @@ def test_repeated_first_request_counts_as_the_agents_first_turn() -> None:
     assert begins_of(of) == ["first"]
 
 
-def test_two_replies_to_one_answer_are_two_segments() -> None:
+def test_two_replies_to_one_answer_become_two_segments() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("left")], "b")
@@ -188,7 +188,7 @@ def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
 def test_answers_rendered_again_train_only_after_the_context_that_the_engine_saw(
     is_mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine renders the tokens 7 and 8 as 9. The mutant takes every prompt for a continuation."""
+    """The rendered answer has the token 9 for 7 and 8, so it is not continued. The mutant continues every prompt."""
     of = episode()
     seen = [[2, 3], [2, 3, 9, 4, 5, 3]]
     conversations = [[HELLO], [HELLO, answer("ab"), user("c")]]
@@ -235,7 +235,7 @@ def test_episode_ends_after_max_turns() -> None:
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_cut_at_the_order_limit_ends_the_episode_and_cut_at_the_agents_limit_does_not() -> None:
+def test_only_an_answer_cut_at_the_orders_token_limit_ends_the_episode() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over
@@ -253,6 +253,6 @@ def test_cut_at_the_order_limit_ends_the_episode_and_cut_at_the_agents_limit_doe
         ({"messages": []}, "messages"),
     ],
 )
-def test_forbidden_request_fields_are_rejected_by_name(body: dict[str, Any], said: str) -> None:
+def test_forbidden_fields_in_an_agents_request_are_rejected_by_name(body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         episode().plan("main", {"messages": [HELLO], **body})

@@ -72,7 +72,7 @@ async def test_request_after_the_episode_has_ended_gets_404() -> None:
     [(ContextExceeded("too long"), 400), (DeadlineError("no engine"), 424)],
     ids=["context", "none"],
 )
-async def test_refusals_have_statuses_that_clients_do_not_retry(error: Exception, status: int) -> None:
+async def test_gateway_errors_have_statuses_that_clients_do_not_retry(error: Exception, status: int) -> None:
     def fail(_: object) -> str:
         raise error
 

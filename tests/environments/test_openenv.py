@@ -103,7 +103,7 @@ SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["
 
 @final
 class Server:
-    """The game by OpenEnv's protocol, with one session at a time, which is the default of OpenEnv."""
+    """A server of the game over OpenEnv's protocol, with one session at a time, which is OpenEnv's default."""
 
     def __init__(self, *, calls: bool = False) -> None:
         self.calls = calls
@@ -214,18 +214,18 @@ async def check_the_game(url: str) -> None:
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "broken" in made.rollout.verdict.reason
 
 
-async def test_steps_of_a_server_are_turns_and_its_rewards_are_those_of_the_turns() -> None:
+async def test_openenv_steps_become_turns_with_their_rewards() -> None:
     server = Server()
     async with serving(server) as url:
         await check_the_game(url)
 
 
-async def test_tools_of_a_server_are_called_by_the_model() -> None:
+async def test_model_calls_the_tools_of_an_openenv_server() -> None:
     async with serving(Server(calls=True)) as url:
         await check_the_tools(url)
 
 
-async def test_group_shares_a_seed_and_waits_for_the_only_session() -> None:
+async def test_episodes_of_a_group_share_a_seed_and_wait_for_the_only_session() -> None:
     server = Server()
     async with serving(server) as url:
         made = await played(url, lambda messages: "b", samples=3)
@@ -233,7 +233,7 @@ async def test_group_shares_a_seed_and_waits_for_the_only_session() -> None:
     assert len({asked["seed"] for asked in server.reset}) == 1 and server.refused
 
 
-async def test_episode_waits_for_a_server_that_restarts() -> None:
+async def test_episode_waits_for_a_restarting_openenv_server() -> None:
     async def later(port: int) -> None:
         await asyncio.sleep(1)
         async with serving(Server(), port):
@@ -265,18 +265,20 @@ async def test_episode_waits_for_a_server_that_restarts() -> None:
         ({"properties": {"x": LETTER, "y": LETTER}, "required": ["y"]}, "a", {"y": "a"}),
     ],
 )
-def test_answer_becomes_the_action_of_the_schema(schema: dict[str, Any], text: str, action: dict[str, Any]) -> None:
+def test_model_answer_becomes_an_action_of_the_servers_schema(
+    schema: dict[str, Any], text: str, action: dict[str, Any]
+) -> None:
     assert Actions(schema, None).of(text) == action
 
 
-def test_answer_that_is_no_action_is_explained_to_the_model() -> None:
+def test_answer_that_is_not_an_action_is_rejected_with_the_expected_form() -> None:
     with pytest.raises(ValueError, match="must be one JSON object"):
         Actions({"properties": {"x": LETTER, "y": LETTER}}, None).of("a")
     with pytest.raises(ReferenceFailed, match="have no 'z'; fields: x"):
         Actions({"properties": {"x": LETTER}}, "z")
 
 
-async def test_server_that_is_down_or_no_openenv_server_is_named() -> None:
+async def test_error_names_a_server_that_is_down_or_not_an_openenv_server() -> None:
     with pytest.raises(ReferenceFailed, match="expected openenv:http://host:port"):
         load_play("openenv:nowhere")
     with pytest.raises(ReferenceFailed, match=r"environment_options: .*`letter`"):
@@ -337,13 +339,13 @@ def real_server(openenv_python: str, tmp_path: Path, kind: str) -> Iterator[str]
 
 
 @pytest.mark.slow
-async def test_tool_server_of_openenvs_own_package_speaks_as_ours_does(openenv_python: str, tmp_path: Path) -> None:
+async def test_tool_server_of_the_openenv_package_behaves_like_the_fake(openenv_python: str, tmp_path: Path) -> None:
     with real_server(openenv_python, tmp_path, "tools") as url:
         await check_the_tools(url)
 
 
 @pytest.mark.slow
-async def test_server_of_openenvs_own_package_speaks_as_ours_does(openenv_python: str, tmp_path: Path) -> None:
+async def test_game_server_of_the_openenv_package_behaves_like_the_fake(openenv_python: str, tmp_path: Path) -> None:
     with real_server(openenv_python, tmp_path, "text") as url:
         await check_the_game(url)
         made = await played(url, lambda messages: "b", samples=2)

@@ -176,7 +176,7 @@ async def test_repeated_request_abandons_the_turns_around_its_tool_calls() -> No
     assert len(made.rollout.turns) == 2 and made.rollout.turns[0].begins == "first"
 
 
-async def test_agents_tool_of_the_same_name_is_refused() -> None:
+async def test_agent_tool_with_the_name_of_a_recipe_tool_is_rejected() -> None:
     own = {"type": "function", "function": {"name": "shout", "description": "", "parameters": {"type": "object"}}}
 
     async def agent(client: EpisodeClient) -> None:

@@ -1,4 +1,4 @@
-"""A taskset of the library verifiers in a Python environment of its own; slow, since that environment is made first."""
+"""A taskset of the library `verifiers`, in a separate Python environment; slow, because the test first installs it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def vars_of(made: PromptOrder) -> dict[str, object]:
     return {name: getattr(made, name) for name in made.__dataclass_fields__}
 
 
-def test_python_without_the_library_is_refused_with_the_way_to_install_it() -> None:
+def test_python_without_the_verifiers_library_is_rejected_with_an_install_command() -> None:
     with pytest.raises(ReferenceFailed, match=r"needs environment_options.python"):
         check_taskset("verifiers:letters", {})
     with pytest.raises(ReferenceFailed, match=r"has no verifiers of version 0.4; .* -m pip install"):
@@ -102,7 +102,7 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
 
 
 @pytest.mark.slow
-async def test_tasksets_own_rubric_scores_the_answers(options: dict[str, object]) -> None:
+async def test_answers_are_scored_by_the_rubric_of_the_taskset(options: dict[str, object]) -> None:
     wrong, right = await played(options, numbered(0), numbered(2, samples=3))
     assert [each.rollout.verdict.reward for each in wrong] == [0.5]
     assert [each.rollout.verdict.reward for each in right] == [1.5] * 3
@@ -113,13 +113,15 @@ async def test_tasksets_own_rubric_scores_the_answers(options: dict[str, object]
 
 
 @pytest.mark.slow
-async def test_environment_around_the_taskset_plays_its_roles(options: dict[str, object]) -> None:
+async def test_verifiers_environment_around_a_taskset_plays_episodes(options: dict[str, object]) -> None:
     ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
     assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
 
 
 @pytest.mark.slow
-async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_named(options: dict[str, object]) -> None:
+async def test_error_names_a_task_beyond_the_taskset_or_a_taskset_that_fails_to_load(
+    options: dict[str, object],
+) -> None:
     with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
         await played(options, numbered(7))
     with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: ModuleNotFoundError: taskset"):
@@ -134,7 +136,7 @@ async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_name
 
 
 @pytest.mark.slow
-async def test_harness_of_the_library_plays_episodes_too(options: dict[str, object]) -> None:
+async def test_harness_of_the_verifiers_library_plays_episodes(options: dict[str, object]) -> None:
     if not (Path(str(options["python"])).parent / "uv").exists():
         pytest.skip("left out: harnesses of verifiers need uv beside its Python")
     ((made,),) = await played({**options, "agent": {"harness": {"id": "null"}}}, numbered(2))

@@ -26,7 +26,7 @@ RECIPES = sorted(EXAMPLES.rglob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_example_has_one_recipe_little_python_and_loadable_problems(recipe: Path) -> None:
+def test_example_has_one_recipe_and_disjoint_held_out_problems(recipe: Path) -> None:
     config = load(recipe)
     assert len(list(recipe.parent.glob("*.toml"))) == 1
     assert len([path for path in recipe.parent.glob("*.py") if path.name != "fetch_model.py"]) <= 1
@@ -44,7 +44,7 @@ def test_own_reward_example_matches_the_docs_page() -> None:
 
 
 def test_two_domains_example_trains(tmp_path: Path) -> None:
-    """The example's domains, with the lightest model. Runs with the shipped model are in tests/end_to_end/."""
+    """Runs with the shipped model are in tests/end_to_end/; this one uses the lightest model."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
     lockstep = ("staleness.j=1", "staleness.k=1")  # so each step has groups of both domains
@@ -56,8 +56,8 @@ def test_two_domains_example_trains(tmp_path: Path) -> None:
     assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
 
 
-def test_game_of_several_turns_trains(tmp_path: Path) -> None:
-    """The lightest model, for two steps only; another test shows that it learns the game."""
+def test_multi_turn_game_example_trains(tmp_path: Path) -> None:
+    """Takes two steps only; a slow test shows that the model learns the game."""
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
     with launched([str(recipe), *guessing(tmp_path / "model"), *quick], tmp_path / "guess_letter") as run:
@@ -90,7 +90,7 @@ def test_example_agent_of_another_framework_trains(name: str, package: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["openenv", "verifiers_taskset"])
-def test_example_with_packages_of_its_own_trains(name: str, tmp_path: Path) -> None:
+def test_example_that_needs_another_python_environment_trains(name: str, tmp_path: Path) -> None:
     variable = {"openenv": "OPENENV_PYTHON", "verifiers_taskset": "VERIFIERS_PYTHON"}[name]
     if (python := os.environ.get(variable)) is None:
         pytest.skip(f"left out: {variable} must name a Python that has the package; docs/start/environments.md")
@@ -110,7 +110,7 @@ def test_example_with_packages_of_its_own_trains(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_bigram_model_learns_the_game(tmp_path: Path) -> None:
+def test_bigram_model_learns_the_letter_guessing_game(tmp_path: Path) -> None:
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     with launched(
         [str(recipe), f"run.directory={tmp_path}", *guessing(tmp_path / "model")], tmp_path / "guess_letter"
@@ -120,7 +120,7 @@ def test_bigram_model_learns_the_game(tmp_path: Path) -> None:
     assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
-def test_language_model_task_rewards_right_and_parsable_answers() -> None:
+def test_json_facts_task_rewards_right_and_parsable_answers() -> None:
     config = load(EXAMPLES / "smollm2" / "json_facts.toml")
     problem = training_problems(config).problem(0)
     truth = json.loads(problem.ground_truth)

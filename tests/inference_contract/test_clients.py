@@ -92,7 +92,7 @@ def test_openai_client_gets_same_answer_streamed_and_complete(public_client: ope
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
-def test_openai_client_can_send_answers_back(public_client: openai.OpenAI) -> None:
+def test_openai_client_can_send_an_earlier_answer_in_any_form(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
     first = completions.create(model="m", messages=ASKED, max_tokens=8, seed=1).choices[0].message
     assert first.content is not None
@@ -104,7 +104,7 @@ def test_openai_client_can_send_answers_back(public_client: openai.OpenAI) -> No
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_top_k_of_minus_one_and_text_parts_are_accepted(url: str) -> None:
+def test_request_with_top_k_minus_one_and_text_parts_is_accepted(url: str) -> None:
     plain = post(url, {"messages": ASKED, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
     again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
@@ -129,7 +129,9 @@ def test_top_k_of_minus_one_and_text_parts_are_accepted(url: str) -> None:
         ({"frobnicate": None}, "frobnicate"),
     ],
 )
-def test_fields_the_engine_would_ignore_are_rejected_by_name(url: str, fields: dict[str, Any], param: str) -> None:
+def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(
+    url: str, fields: dict[str, Any], param: str
+) -> None:
     answer = post(url, {"messages": ASKED, "max_tokens": 2} | fields)
     assert answer.status_code == 400
     assert str(answer.json()["error"]["param"]).startswith(param)

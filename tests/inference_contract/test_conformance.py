@@ -98,7 +98,7 @@ def _not_passed(results: list[CheckResult]) -> dict[str, str]:
     return {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
 
 
-def test_sound_engine_passes_every_check_twice() -> None:
+def test_correct_engine_passes_every_check_twice() -> None:
     with in_thread(application(token="secret")) as url:
         for _ in range(2):
             results = run(url, token="secret", timeout_s=PATIENCE_S)
@@ -107,13 +107,13 @@ def test_sound_engine_passes_every_check_twice() -> None:
 
 
 @pytest.mark.parametrize(("fault", "check"), [*CAUGHT_BY.items(), *ALSO_CAUGHT_BY])
-def test_each_fault_is_caught(fault: Fault, check: str) -> None:
+def test_faulty_engine_fails_the_check_for_its_fault(fault: Fault, check: str) -> None:
     with in_thread(application(fault, token="secret")) as url:
         results = run(url, token="secret", only=[check], timeout_s=3.0)
     assert [result.outcome for result in results] == [CheckOutcome.FAILED], f"{fault} must fail {check}: {results}"
 
 
-def test_every_fault_has_a_check() -> None:
+def test_every_simulated_engine_fault_has_a_check() -> None:
     assert set(CAUGHT_BY) == set(Fault) - {Fault.NONE}
 
 
@@ -140,7 +140,7 @@ def test_unreachable_engine_fails_with_a_reason() -> None:
     assert "ConnectError" in result.reason
 
 
-def test_every_check_has_a_unique_name_and_a_promise() -> None:
+def test_every_check_has_a_unique_name_and_a_description() -> None:
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     assert all((check.__doc__ or "").strip().endswith(".") for check in CHECKS)
 

@@ -8,18 +8,18 @@ from inference_contract.errors import ContractError, _tree, from_wire
 
 
 @pytest.mark.parametrize("kind", _tree(ContractError))
-def test_error_class_survives_the_wire(kind: type[ContractError]) -> None:
+def test_error_class_and_message_survive_serialization(kind: type[ContractError]) -> None:
     error = kind("what was expected", param="layout")
     back = from_wire(error.status, error.to_wire())
     assert type(back) is kind
     assert (back.message, back.param) == ("what was expected", "layout")
 
 
-def test_codes_are_unique() -> None:
+def test_contract_error_codes_are_unique() -> None:
     codes = [kind.code for kind in _tree(ContractError)]
     assert len(set(codes)) == len(codes)
 
 
 @pytest.mark.parametrize("body", [None, "text", {}, {"error": "text"}, {"error": {"code": "of_another_server"}}])
-def test_foreign_body_becomes_a_plain_contract_error(body: object) -> None:
+def test_unknown_error_body_becomes_a_plain_contract_error(body: object) -> None:
     assert type(from_wire(502, body)) is ContractError

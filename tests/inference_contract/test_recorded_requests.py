@@ -40,7 +40,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_forty_requests_are_recorded() -> None:
+def test_recording_has_forty_requests_of_three_clients() -> None:
     assert len(RECORDED) == 40
     assert {each["client"].split()[0] for each in RECORDED} == {"openai", "litellm", "openai-agents"}
 
@@ -69,7 +69,7 @@ def test_recorded_request_is_answered_or_rejected_by_name(client: httpx.Client, 
         assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
 
 
-def test_tools_reach_the_prompt(client: httpx.Client) -> None:
+def test_tools_are_added_to_the_prompt_unless_tool_choice_is_none(client: httpx.Client) -> None:
     asked = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
     bare = {name: value for name, value in asked.items() if name != "tools"}
     counts = [

@@ -27,7 +27,7 @@ LAYOUT = WeightLayout(
 )
 
 
-def test_golden_prepare() -> None:
+def test_prepare_request_has_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE, version=3, epoch=1, group="weights", generation=2, layout=LAYOUT
     )
@@ -39,7 +39,7 @@ def test_golden_prepare() -> None:
     )
 
 
-def test_golden_prepare_with_pull() -> None:
+def test_pull_prepare_request_has_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -57,7 +57,7 @@ def test_golden_prepare_with_pull() -> None:
     )
 
 
-def test_golden_prepare_with_pull_from_shards() -> None:
+def test_sharded_pull_prepare_request_has_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -76,13 +76,13 @@ def test_golden_prepare_with_pull_from_shards() -> None:
     assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
 
 
-def test_golden_layout_id() -> None:
+def test_layout_id_and_size_equal_the_golden_values() -> None:
     assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
     assert LAYOUT.num_bytes == 36
 
 
 @pytest.mark.parametrize("connections", ["", '"connections":"tree",'], ids=["gloo's own", "tree"])
-def test_golden_join(connections: str) -> None:
+def test_process_group_request_has_the_golden_json(connections: str) -> None:
     text = (
         '{"group":"weights","backend":"gloo","rendezvous_host":"127.0.0.1","rendezvous_port":4711,"rank":1,'
         f'"world_size":3,"generation":5,{connections}"timeout_s":10.0}}'
@@ -100,7 +100,7 @@ def test_golden_join(connections: str) -> None:
         ((LAYOUT.parameters[0].model_copy(update={"dtype": DType.INT8}), LAYOUT.parameters[1]), "must have dtype"),
     ],
 )
-def test_difference_names_the_first_mismatch(other: tuple[ParameterSpec, ...], sentence: str) -> None:
+def test_layout_difference_names_the_first_mismatch(other: tuple[ParameterSpec, ...], sentence: str) -> None:
     assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
 
 
@@ -123,7 +123,7 @@ def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int,
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     bucket_bytes=st.integers(1, 120),
 )
-def test_buckets_cover_all_bytes_once_without_splitting_parameters(sizes: list[int], bucket_bytes: int) -> None:
+def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes: list[int], bucket_bytes: int) -> None:
     layout = WeightLayout(
         parameters=tuple(
             ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes)
@@ -150,7 +150,9 @@ def test_buckets_cover_all_bytes_once_without_splitting_parameters(sizes: list[i
     bucket_bytes=st.integers(1, 60),
     count=st.integers(1, 5),
 )
-def test_shards_are_balanced_and_made_of_whole_buckets(sizes: list[int], bucket_bytes: int, count: int) -> None:
+def test_weight_shards_are_balanced_and_consist_of_whole_buckets(
+    sizes: list[int], bucket_bytes: int, count: int
+) -> None:
     rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
     layout = WeightLayout(parameters=tuple(rows))
     shards = layout.shards(count, bucket_bytes)
@@ -193,7 +195,7 @@ def test_shards_are_balanced_and_made_of_whole_buckets(sizes: list[int], bucket_
         {"phase": "abort", "version": 1, "unknown": 2},
     ],
 )
-def test_incomplete_or_invalid_update_is_rejected(fields: dict[str, object]) -> None:
+def test_incomplete_or_invalid_weight_update_is_rejected(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         WeightUpdateRequest.model_validate(fields)
 

@@ -115,15 +115,13 @@ def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow,
     assert instruction.sentence[0].isupper()
 
 
-def test_every_instruction_of_the_catalogue_has_a_case_here():
+def test_every_instruction_in_the_catalogue_has_a_test_case():
     assert {case[0] for case in CASES} == CATALOGUE.keys()
 
 
 @pytest.mark.parametrize("piece", ["[", "*", "<<", " ", "\n", "a.", "A. ", '"', "a-", "{", "P.", "Day "])
-def test_checking_an_answer_takes_linear_time(piece):
-    """Limits CPU time: the slowest linear check takes a tenth of a second, an algorithm that tries all pairs a
-    minute.
-    """
+def test_instruction_check_takes_linear_time(piece):
+    """The slowest linear check takes 0.1 s of CPU time; one that tries all pairs would take a minute."""
     text = piece * (200_000 // len(piece))
     for id, parameters in {case[0]: case[1] for case in CASES}.items():
         began = time.thread_time()
@@ -140,7 +138,7 @@ def test_checking_an_answer_takes_linear_time(piece):
         ("این یک جمله کوتاه درباره آب و هوا است.", "fa", "ar"),
     ],
 )
-def test_languages_of_the_same_script_are_distinguished(text, code, other):
+def test_answer_languages_of_the_same_script_are_distinguished(text, code, other):
     pytest.importorskip("py3langid", reason="pip install 'pipelinerl[languages]'")
     wanted, unwanted = [made("language:response_language", {"language": each}).instruction for each in (code, other)]
     assert wanted.follows(text) and not unwanted.follows(text)
@@ -153,7 +151,7 @@ def test_languages_of_the_same_script_are_distinguished(text, code, other):
         ("exactly", [10]),
     ],
 )  # fmt: skip
-def test_counts_are_compared_by_the_instructions_relation(relation, counts):
+def test_word_count_is_compared_by_the_relation_in_the_instruction(relation, counts):
     instruction = made(IDS[1], {"num_words": 10, "relation": relation}).instruction
     assert [count for count in range(8, 13) if instruction.follows("a " * count)] == counts
 
@@ -219,7 +217,7 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
         ),
     ],
 )
-def test_every_metadata_layout_gives_the_same_instructions(metadata, ground_truth):
+def test_instructions_are_read_from_every_metadata_layout(metadata, ground_truth):
     parsed = instructions_of(metadata, ground_truth)
     assert [each.id for each in parsed] == IDS
     assert parsed[1].instruction.follows("a " * 9) and not parsed[1].instruction.follows("a " * 8)
@@ -266,7 +264,7 @@ def test_blank_answer_follows_no_instruction(blank: str, matching: Matching):
     assert followed([NO_COMMA], blank, matching) == [False]
 
 
-def test_loose_matching_does_not_reward_an_answer_of_one_removed_line():
+def test_loose_matching_rejects_an_answer_whose_only_line_is_removed():
     assert followed([NO_COMMA], "a, b", Matching.LOOSE) == [False]
 
 
@@ -275,6 +273,6 @@ def test_loose_matching_tries_eight_variants_of_the_answer():
     assert variants("a") == ["a", ""]
 
 
-def test_score_is_the_share_of_followed_instructions_or_all_or_nothing():
+def test_score_is_the_share_of_followed_instructions_or_requires_all():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

@@ -24,7 +24,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
 """
 
 
-def test_every_device_of_the_driver_is_listed() -> None:
+def test_every_gpu_of_nvidia_smi_is_listed() -> None:
     assert read_devices(TWO) == Devices((VisibleDevice("0", 81559), VisibleDevice("1", 81559)))
     assert read_devices("") == Devices()
     assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -49,13 +49,13 @@ def test_instances_of_a_mig_gpu_are_listed_as_devices() -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_cuda_visible_devices_limits_the_devices(visible: str, devices: list[VisibleDevice]) -> None:
+def test_cuda_visible_devices_limits_the_listed_gpus(visible: str, devices: list[VisibleDevice]) -> None:
     found = read_devices(TWO, visible=visible)
     assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
     assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
 
 
-def test_memory_is_unknown_if_gpus_differ_and_their_order_is_unknown() -> None:
+def test_gpu_memory_is_unknown_if_gpus_differ_and_are_named_by_index() -> None:
     assert read_devices(UNEQUAL, visible="0").each == (VisibleDevice("0"),)
     assert read_devices(UNEQUAL, visible="GPU-22bb").each == (VisibleDevice("GPU-22bb", 81559),)
 
@@ -85,12 +85,12 @@ def test_devices_come_from_the_nvidia_smi_on_the_path(tmp_path: Path, monkeypatc
     assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (VisibleDevice("1", 81559),)
 
 
-def test_failing_nvidia_smi_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_nvidia_smi_gives_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path / "bin", "echo NVIDIA-SMI has failed; exit 9", monkeypatch)
     assert devices_for(load("tiny"), {}) == Devices()
 
 
-def test_hanging_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_nvidia_smi_is_reported_if_the_run_uses_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path / "bin", "exec sleep 600", monkeypatch)
     monkeypatch.setattr(counting, "_DEADLINE_S", 0.2)
     with pytest.raises(UserError, match=r"nvidia-smi did not answer within 0\.2 s, so which GPUs there are is unknown"):

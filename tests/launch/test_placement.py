@@ -83,7 +83,7 @@ def _line(spec: ProcessSpec) -> str:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_placements_match_the_golden_files(name: str) -> None:
+def test_gpu_placements_match_the_golden_files(name: str) -> None:
     config = config_of(RECIPES[name])
     parts = [f"# GPUs: {count}\n" + "\n".join(written(config, gpus(count))) + "\n" for count in (0, 1, 2, 4, 8)]
     text = "\n".join(parts)
@@ -93,14 +93,14 @@ def test_placements_match_the_golden_files(name: str) -> None:
     assert file.read_text() == text
 
 
-def test_golden_files_and_recipes_have_the_same_names() -> None:
+def test_placement_golden_files_and_recipes_have_the_same_names() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(RECIPES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", RECIPES)
-def test_devices_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
-    """A process without a share has its devices to itself; the shares of a device add up to 1 at most."""
+def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
+    """A process without a memory share has its devices to itself; shares of a device add up to at most 1."""
     try:
         placement = place(config_of(RECIPES[name]), gpus(count))
     except RecipeError:
@@ -110,7 +110,7 @@ def test_devices_are_never_assigned_beyond_their_capacity(name: str, count: int)
         assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
 
 
-def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
+def test_memory_limit_of_a_process_is_its_share_of_the_device() -> None:
     alone, shared = (place(config_of({}), gpus(count)) for count in (2, 1))
     assert alone.bytes_of("trainer") == 81559 * 2**20
     assert shared.bytes_of("trainer") == int(81559 * 2**20 * 0.45)
@@ -152,7 +152,9 @@ def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
         ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices require GPUs, and there is none"),
     ],
 )
-def test_impossible_placements_are_refused(sections: dict[str, dict[str, object]], count: int, sentence: str) -> None:
+def test_impossible_gpu_placements_are_rejected(
+    sections: dict[str, dict[str, object]], count: int, sentence: str
+) -> None:
     with pytest.raises(RecipeError, match=sentence) as refused:
         place(config_of(sections), gpus(count))
     assert "\n" not in str(refused.value)

@@ -23,7 +23,7 @@ def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
     return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
-def test_plan_has_the_start_order_ports_and_exit_rules() -> None:
+def test_launch_plan_has_the_start_order_ports_and_exit_rules() -> None:
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
@@ -48,7 +48,7 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
 
 
-def test_every_process_is_a_role_with_the_common_options() -> None:
+def test_every_planned_process_is_a_role_with_the_common_options() -> None:
     for spec in _plan(_config()).specs:
         assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])
         given = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
@@ -62,13 +62,13 @@ def test_every_process_is_a_role_with_the_common_options() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_processes_with_several_threads_spin_before_they_sleep() -> None:
+def test_processes_with_several_openmp_threads_spin_before_they_sleep() -> None:
     for spec in _plan(_config(launch={"threads": 2})).specs:
         assert spec.env["OMP_NUM_THREADS"] == "2"
         assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
 
 
-def test_parameter_servers_start_before_the_trainer_and_are_named_to_it() -> None:
+def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
     assert len(list(listening(config))) == 5
     made = _plan(config)
@@ -87,13 +87,13 @@ def test_parameter_servers_start_before_the_trainer_and_are_named_to_it() -> Non
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_recipes_parameter_servers_are_used_instead_of_starting_some() -> None:
+def test_no_parameter_servers_are_started_if_the_recipe_names_some() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
     assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
 
 
-def test_recipes_stream_server_is_used_instead_of_starting_one() -> None:
+def test_no_stream_server_is_started_if_the_recipe_names_one() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
@@ -125,7 +125,7 @@ def test_engines_and_trainer_are_pinned_on_machines_with_few_cores(
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
-def test_plan_in_which_a_process_precedes_its_dependency_is_rejected() -> None:
+def test_launch_plan_with_a_process_before_its_dependency_is_rejected() -> None:
     a, b = ProcessSpec(name="a", argv=("x",), after=("b",)), ProcessSpec(name="b", argv=("x",))
     with pytest.raises(ValueError, match="a waits for b, which must come before it"):
         Plan((a, b))
@@ -133,7 +133,7 @@ def test_plan_in_which_a_process_precedes_its_dependency_is_rejected() -> None:
         Plan((b, b))
 
 
-def test_trainer_of_several_processes_is_one_group_with_a_meeting_port() -> None:
+def test_trainer_of_several_processes_is_one_group_with_a_rendezvous_port() -> None:
     config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
     assert list(listening(config)) == [*listening(_config()), "trainer"]
     made = _plan(config)

@@ -35,7 +35,7 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
 @pytest.mark.parametrize(
     "said", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_server_that_accepts_connections_without_answering_is_not_healthy(tmp_path: Path, said: bytes) -> None:
+def test_stream_server_without_a_valid_answer_is_not_healthy(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -51,7 +51,7 @@ def test_server_that_accepts_connections_without_answering_is_not_healthy(tmp_pa
         answering.join()
 
 
-def test_crash_loop_backs_off_and_exhausts_the_budget() -> None:
+def test_crash_loop_backs_off_and_exhausts_the_restart_budget() -> None:
     budget, waits = RestartBudget(3), []
     while not budget.is_spent_by(1.0):
         waits.append(budget.died(1.0))
@@ -59,8 +59,8 @@ def test_crash_loop_backs_off_and_exhausts_the_budget() -> None:
 
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
-def test_deaths_after_long_uptimes_never_exhaust_the_budget(up_s: float) -> None:
-    """Without forgiveness, the fourth death would end the run."""
+def test_deaths_after_long_uptimes_never_exhaust_the_restart_budget(up_s: float) -> None:
+    """If deaths were not forgiven over time, the fourth would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
         assert not budget.is_spent_by(up_s)
@@ -68,18 +68,18 @@ def test_deaths_after_long_uptimes_never_exhaust_the_budget(up_s: float) -> None
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_deaths_more_frequent_than_their_forgiveness_exhaust_the_budget() -> None:
+def test_deaths_more_frequent_than_they_are_forgiven_exhaust_the_restart_budget() -> None:
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)
     assert budget.deaths == 5
 
 
-def test_first_death_exhausts_a_budget_of_zero_restarts() -> None:
+def test_first_death_exhausts_a_restart_budget_of_zero() -> None:
     assert RestartBudget(0).is_spent_by(1e6)
 
 
-def test_restart_counts_are_visible_in_the_status(tmp_path: Path) -> None:
+def test_restart_counts_are_shown_in_the_run_status(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
     write_restarts(tmp_path, (RestartStatus(name="trainer", deaths=5, unforgiven=1.0, limit=3),))
     (read,) = read_restarts(tmp_path)
@@ -90,7 +90,7 @@ def test_restart_counts_are_visible_in_the_status(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
 
 
-def test_log_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_process_log_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     process = Process(ProcessSpec(name="actor", argv=("x",)), tmp_path)
     process.note("a reward function printed this")
     assert process.log.stat().st_mode & 0o777 == 0o600

@@ -21,9 +21,7 @@ TRAINED = {"kind": "trainer_ready", "epoch": 1, "elapsed_s": 1.0}
 def test_run_that_never_trained_is_not_advised_to_resume(
     tmp_path: Path, events: list[dict[str, object]], advised: bool
 ) -> None:
-    """A resumed run would fail again, with the same damaged checkpoints or missing engine; the message says why it
-    failed.
-    """
+    """A resumed run would fail again, for example with the same damaged checkpoints."""
     console = Console(file=StringIO(), width=200)
     refused = RunResult(RunOutcome.FAILED, "controller ended (exit status 2): no checkpoint is whole")
     show_end(refused, RunDirectory(tmp_path, load("tiny")), events, console)

@@ -29,7 +29,7 @@ def _config(directory: Path, **sections: object) -> RunConfig:
     )
 
 
-def test_written_recipe_has_every_key(tmp_path: Path) -> None:
+def test_recipe_in_the_run_directory_has_every_key(tmp_path: Path) -> None:
     config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
     made = create(config)
     assert made.path == tmp_path / "tiny"
@@ -38,13 +38,13 @@ def test_written_recipe_has_every_key(tmp_path: Path) -> None:
     assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "it may hold the password of a stream server"
 
 
-def test_taken_name_gets_a_number(tmp_path: Path) -> None:
+def test_run_whose_name_is_taken_gets_a_number(tmp_path: Path) -> None:
     names = [create(_config(tmp_path)).path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
-def test_name_taken_at_the_checkpoint_location_leaves_no_directory(tmp_path: Path) -> None:
+def test_rejected_checkpoint_location_leaves_no_run_directory(tmp_path: Path) -> None:
     def refuses(config: RunConfig) -> bool:
         raise UserError("nobody answers there")
 
@@ -53,7 +53,7 @@ def test_name_taken_at_the_checkpoint_location_leaves_no_directory(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_leaves_no_partial_directory(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_partial_run_directory(tmp_path: Path) -> None:
     """The next run would take a partial directory for an existing run, and would be named tiny-2."""
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
@@ -65,12 +65,12 @@ def test_full_disk_leaves_no_partial_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tilde_in_the_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_the_run_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
 
 
-def test_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
+def test_run_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     seen = []
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
-def test_directory_has_one_launcher_at_a_time(tmp_path: Path) -> None:
+def test_second_launcher_in_a_run_directory_is_rejected(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     with made.locked():
         before = made.tokens.read_text()
@@ -123,7 +123,7 @@ def changed(run_dir: Path, *overrides: str) -> list[str]:
     return record_change(run_dir, change_recipe(run_dir, overrides), step=3)
 
 
-def test_change_is_recorded_in_the_recipe_with_its_step(run_dir: Path) -> None:
+def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir: Path) -> None:
     said = changed(run_dir, "run.steps=45", "optimizer.learning_rate=1e-5", "staleness.k=4", "domains.e.weight=0.5")
     assert [line.partition(" (was")[0] for line in said] == [
         "resumed at step 3: domains.e.weight = 0.5",
@@ -139,13 +139,13 @@ def test_change_is_recorded_in_the_recipe_with_its_step(run_dir: Path) -> None:
     assert "# resumed at step 3: checkpoint.keep = 5 (was 2)" in lines, "earlier changes stay on record"
 
 
-def test_report_shows_the_changes_of_the_recipe(run_dir: Path) -> None:
+def test_report_shows_recipe_changes_made_on_resume(run_dir: Path) -> None:
     changed(run_dir, "run.steps=45")
     (run_dir / "events.jsonl").write_text(json.dumps({"time": 1.0, "kind": "run_started", "elapsed_s": 0.0}) + "\n")
     assert "resumed at step 3: run.steps = 45 (was 30)" in write_report(run_dir).html.read_text()
 
 
-def test_change_to_the_present_value_is_no_change(run_dir: Path) -> None:
+def test_recipe_override_with_the_present_value_changes_nothing(run_dir: Path) -> None:
     before = (run_dir / "recipe.toml").read_text()
     assert changed(run_dir, "run.steps=30", "run.seed=0") == []
     assert (run_dir / "recipe.toml").read_text() == before
@@ -165,14 +165,16 @@ def test_change_to_the_present_value_is_no_change(run_dir: Path) -> None:
         ("evaluation.problems=3", "evaluation.problems cannot change .* could not be compared"),
     ],
 )
-def test_change_that_contradicts_the_checkpoint_is_rejected_by_name(run_dir: Path, override: str, reason: str) -> None:
+def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_by_name(
+    run_dir: Path, override: str, reason: str
+) -> None:
     before = (run_dir / "recipe.toml").read_text()
     with pytest.raises(RecipeError, match=reason):
         changed(run_dir, "run.steps=45", override)
     assert (run_dir / "recipe.toml").read_text() == before, "nothing of it is changed"
 
 
-def test_knob_that_was_changed_live_cannot_be_changed_in_the_recipe(run_dir: Path) -> None:
+def test_key_changed_by_a_live_knob_cannot_be_changed_in_the_recipe(run_dir: Path) -> None:
     knobs = {"time": 1.0, "kind": "knobs", "changes": {"k": 9}, "who": "ada", "step": 2}
     (run_dir / "events.jsonl").write_text(json.dumps(knobs) + "\n")
     with pytest.raises(RecipeError, match=r"staleness.k was changed while the run was live.* knobs set .* k=…"):
@@ -180,11 +182,11 @@ def test_knob_that_was_changed_live_cannot_be_changed_in_the_recipe(run_dir: Pat
     assert changed(run_dir, "optimizer.learning_rate=1e-5")
 
 
-def test_recipe_of_a_live_run_is_not_changed(run_dir: Path) -> None:
+def test_recipe_of_a_live_run_cannot_be_changed(run_dir: Path) -> None:
     with open_run(run_dir).locked(), pytest.raises(UserError, match="is being run by process"):
         changed(run_dir, "run.steps=45")
     assert open_run(run_dir).config.run.steps == 30
 
 
-def test_every_section_has_a_rule_whether_it_may_change() -> None:
+def test_every_recipe_section_states_which_keys_may_change_on_resume() -> None:
     assert RunConfig.model_fields.keys() - BOUND.keys() == set()

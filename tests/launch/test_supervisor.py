@@ -114,10 +114,8 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
     assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
-def test_group_is_restarted_together(tmp_path: Path) -> None:
-    """One process dies after both have started. Both restart, without which the run would not end, and one death is
-    counted.
-    """
+def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path: Path) -> None:
+    """One process dies after both have started; one death is counted."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -138,8 +136,8 @@ def test_group_is_restarted_together(tmp_path: Path) -> None:
     assert (tmp_path / "apart").read_text() == "x"
 
 
-def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
-    """It finished by mistake: a process of its group reported that all work was done, and then failed."""
+def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_path: Path) -> None:
+    """A process of the group had reported that all work was done, and then failed."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (
@@ -161,7 +159,7 @@ def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
     assert said == [died, "restarting rank-1 with it"]
 
 
-def test_finished_process_is_not_restarted(tmp_path: Path) -> None:
+def test_process_that_finished_its_work_is_not_restarted(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
@@ -170,7 +168,7 @@ def test_finished_process_is_not_restarted(tmp_path: Path) -> None:
     assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
-def test_user_error_is_not_retried(tmp_path: Path) -> None:
+def test_process_that_exits_with_a_user_error_is_not_restarted(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
     result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
@@ -181,7 +179,7 @@ def test_user_error_is_not_retried(tmp_path: Path) -> None:
     assert is_free(port)
 
 
-def test_slow_start_fails_the_run_and_names_the_process(tmp_path: Path) -> None:
+def test_process_that_starts_too_slowly_fails_the_run_and_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
     result, _ = _run([mute], tmp_path, start_timeout_s=0.6)
@@ -196,7 +194,7 @@ def test_missing_program_fails_the_run_and_is_named(tmp_path: Path) -> None:
     assert "/no/such/program" in result.message
 
 
-def test_ctrl_c_stops_in_order_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path: Path) -> None:
     order = tmp_path / "order"
 
     def polite(name: str, stop_order: int) -> ProcessSpec:
@@ -283,7 +281,7 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path:
     assert time.monotonic() - start < SOON_S
 
 
-def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_all_processes_at_once(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     interrupted_at: list[float] = []
 
@@ -310,7 +308,7 @@ def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(int(pid_file.read_text())))
 
 
-def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     """After `kill -9` of the supervisor, the kernel kills its children, and the reaper kills their children."""
     code = (
         "import subprocess, sys, os, time\n"
@@ -448,7 +446,7 @@ def test_run_continues_without_a_failed_spare_process(tmp_path: Path) -> None:
     assert "no such type" in said[1]
 
 
-def test_process_names_are_unique(tmp_path: Path) -> None:
+def test_process_with_a_name_in_use_is_rejected(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
     with pytest.raises(ValueError, match="must be unique, got 'main' again"):
         supervisor.add(_spec("main", SLEEP))
@@ -473,7 +471,7 @@ def test_processes_wait_for_the_health_address_of_one_on_another_host(tmp_path: 
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
 
-def test_external_end_is_reported_before_anything_stops(tmp_path: Path) -> None:
+def test_run_end_from_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def tick() -> None:
@@ -511,7 +509,7 @@ def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
     )
 
 
-def test_requested_engine_has_a_type_and_an_exit_rule_of_its_own() -> None:
+def test_engine_added_during_a_run_has_its_own_type_and_exit_rule() -> None:
     recipes, requested = LAUNCH.engine("engine-0", port=5001), LAUNCH.engine("engine-1", port=5001, type="bigram")
     assert (recipes.on_exit, requested.on_exit) == (OnExit.RESTART, OnExit.SPARE)
     assert [*requested.argv[:-2], "--type", "bigram"] == [
@@ -532,8 +530,8 @@ def test_repeated_status_starts_each_engine_once(tmp_path: Path) -> None:
     assert supervisor.pids == {}
 
 
-def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
-    """The port is free for a moment, but the dead process will need it again once it restarts."""
+def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
+    """The dead process needs its port again when it restarts."""
     ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
@@ -541,7 +539,7 @@ def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) 
     assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_controller_is_told_of_a_failed_engine_as_long_as_it_requests_the_engine(tmp_path: Path) -> None:
+def test_failed_engine_is_reported_to_the_controller_while_it_requests_the_engine(tmp_path: Path) -> None:
     told: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
@@ -574,7 +572,7 @@ def seen_by(supervisor: Supervisor, name: str) -> str:
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_requested_engines_get_free_devices_and_release_them(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -589,7 +587,7 @@ def test_requested_engines_get_free_devices_and_release_them(tmp_path: Path) -> 
     assert given_up == []
 
 
-def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
+def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     supervisor._processes["engine-0"].state = State.STOPPING  # the state after SIGTERM
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
@@ -600,7 +598,7 @@ def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_refused_engine_has_the_missing_device_in_its_log(tmp_path: Path) -> None:
+def test_log_of_a_rejected_engine_names_the_missing_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
@@ -612,7 +610,7 @@ def test_refused_engine_has_the_missing_device_in_its_log(tmp_path: Path) -> Non
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
 
-def test_requested_engine_shares_the_only_gpu_if_the_memory_shares_allow_it(tmp_path: Path) -> None:
+def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -621,13 +619,13 @@ def test_requested_engine_shares_the_only_gpu_if_the_memory_shares_allow_it(tmp_
     assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
 
 
-def test_unused_device_is_preferred_to_a_shared_one(tmp_path: Path) -> None:
+def test_engine_gets_an_unused_gpu_before_a_shared_one(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 has GPU 0, the trainer GPU 2
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "1"
 
 
-def test_engine_of_another_type_does_not_get_the_recipes_options(tmp_path: Path) -> None:
+def test_engine_of_another_type_does_not_get_the_recipes_engine_options(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
     staff.follow(wants("engine-1"))
     staff.follow(wants("engine-1", "engine-2", type="vllm"))

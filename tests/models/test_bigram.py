@@ -12,7 +12,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 
 
-def test_model_survives_saving_and_loading(tmp_path: Path) -> None:
+def test_bigram_model_survives_saving_and_loading(tmp_path: Path) -> None:
     model = BigramModel.random(7, seed=3, context_length=40)
     model.save(tmp_path)
     loaded = BigramModel.load(tmp_path)
@@ -21,13 +21,13 @@ def test_model_survives_saving_and_loading(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bigram"
 
 
-def test_same_seed_gives_the_same_model() -> None:
+def test_same_seed_gives_the_same_bigram_model() -> None:
     first, again, other = (BigramModel.random(7, seed=seed).logits for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
-def test_saving_keeps_other_files(tmp_path: Path) -> None:
+def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     BigramModel.random(3, seed=0).save(tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
@@ -41,7 +41,7 @@ def test_saving_keeps_other_files(tmp_path: Path) -> None:
         (np.zeros(3, dtype=np.float32), r"\[3\]"),
     ],
 )
-def test_logits_of_another_shape_or_dtype_are_rejected(logits: np.ndarray, problem: str) -> None:
+def test_bigram_logits_of_another_shape_or_dtype_are_rejected(logits: np.ndarray, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         BigramModel(logits=logits)
 

@@ -24,7 +24,7 @@ def read(folder, table):
     return read_config(folder)
 
 
-def test_families_have_their_biases_and_norms(tmp_path):
+def test_config_of_each_model_family_gives_its_biases_and_norms(tmp_path):
     found = {}
     for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
         config.save_pretrained(tmp_path)
@@ -38,7 +38,7 @@ def test_families_have_their_biases_and_norms(tmp_path):
     }
 
 
-def test_parameters_in_order_with_their_shapes(tmp_path):
+def test_decoder_parameters_have_their_order_shapes_and_axes(tmp_path):
     first, query, *_, norm, head = read(tmp_path, OLD_LLAMA).parameters
     assert first == Parameter("model.embed_tokens.weight", (48, 32), ("tensor", "fsdp"))
     assert query == Parameter("model.layers.*.self_attn.q_proj.weight", (32, 32), ("tensor", "fsdp"), 3)
@@ -91,7 +91,7 @@ def test_current_and_old_rotary_settings_are_read(table, rotary, tmp_path):
         ({"vocab_size": None}, "vocab_size in .* must be a whole number"),
     ],
 )
-def test_unsupported_features_are_rejected(table, sentence, tmp_path):
+def test_unsupported_decoder_features_are_rejected(table, sentence, tmp_path):
     with pytest.raises(ModelError, match=sentence):
         read(tmp_path, OLD_LLAMA | table)
 
@@ -105,7 +105,7 @@ def test_unused_sliding_windows_are_accepted(tmp_path):
         assert read(tmp_path, OLD_LLAMA | table).layers == 3
 
 
-def test_missing_key_and_missing_file_are_errors(tmp_path):
+def test_config_with_a_missing_key_or_file_is_rejected(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json must be a JSON object"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="is incomplete or damaged: 'hidden_size'"):

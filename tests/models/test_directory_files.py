@@ -22,8 +22,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_exponent_is_classified_correctly(dtype: torch.dtype) -> None:
-    """Tests all values of 16 bits; of longer dtypes, those that differ in the upper 16 bits or in the last."""
+def test_nan_and_infinity_are_detected_for_every_exponent(dtype: torch.dtype) -> None:
+    """Covers all 16-bit values; for longer dtypes, all upper 16 bits with a last bit of 0 or 1."""
     width = torch.empty(0, dtype=dtype).element_size()
     upper = np.arange(2**16, dtype=f"u{width}") << 8 * width - 16
     words = np.concatenate([upper, upper | np.ones(1, upper.dtype)])
@@ -66,7 +66,7 @@ def read_by_jax(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("value", "dtype"), [(float("nan"), torch.bfloat16), (-float("inf"), torch.float16), (float("inf"), torch.float32)]
 )
-def test_every_reader_names_the_parameter(
+def test_every_reader_names_the_parameter_with_nan_or_infinity(
     tmp_path: Path, read: Callable[[Path], Any], value: float, dtype: torch.dtype
 ) -> None:
     path = spoilt(tmp_path / "model", value, dtype)

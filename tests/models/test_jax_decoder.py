@@ -73,7 +73,7 @@ def causal(query, key, value, state):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logprobs_equal_hugging_faces(name, saved):
+def test_jax_decoder_logprobs_equal_those_of_hugging_face(name, saved):
     model, path = saved(name)
     tokens = generator(0, name).integers(0, 48, (2, 60))
     config, weights = loaded(path)
@@ -85,7 +85,7 @@ def test_logprobs_equal_hugging_faces(name, saved):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_exported_weights_equal_the_saved_ones(name, saved):
+def test_exported_jax_weights_equal_the_saved_ones(name, saved):
     model, path = saved(name)
     config, weights = loaded(path)
     got = exported(config, weights, dtype=np.float32)
@@ -108,7 +108,7 @@ def test_sharded_and_bfloat16_files_are_loaded(saved):
         assert np.array_equal(got[name].astype(np.float32), parameter.float().detach().numpy())
 
 
-def test_stored_tied_head_is_the_embedding(saved):
+def test_stored_output_head_of_a_tied_model_is_not_loaded_separately(saved):
     _, path = saved("qwen2")
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path / "model.safetensors")
@@ -133,14 +133,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
-def test_weights_that_do_not_fit_are_rejected(sentence, saved):
+def test_weights_that_do_not_match_the_config_are_rejected(sentence, saved):
     _, path = saved("llama")
     save_file(BROKEN[sentence](load_file(path / "model.safetensors")), path / "model.safetensors")
     with pytest.raises(ModelError, match=sentence):
         loaded(path)
 
 
-def test_damaged_file_is_rejected(saved):
+def test_damaged_weight_file_is_rejected(saved):
     _, path = saved("llama")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -157,7 +157,7 @@ def test_damaged_file_is_rejected(saved):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}, 0.45, 0.2),
     ],
 )
-def test_memory_share_reaches_xla(
+def test_memory_share_is_passed_to_xla(
     before: dict[str, str], share: float | None, asked_of_xla: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xla_client = pytest.importorskip("jaxlib.xla_client")

@@ -72,13 +72,13 @@ def test_saved_model_loads_with_the_same_weights_and_answers(directory):
     assert all(p.stat().st_mode & 0o044 == 0o044 for p in directory.iterdir())
 
 
-def test_saving_never_overwrites(directory):
+def test_saving_a_model_never_overwrites_a_directory(directory):
     with pytest.raises(ModelError, match="exists already"):
         save_model(random_decoder(SHAPE), chat_tokenizer(), directory)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_incomplete_directory_is_named(directory, lost):
+def test_error_names_the_missing_file_of_a_model_directory(directory, lost):
     (directory / lost).unlink()
     with pytest.raises(ModelError, match=lost if lost != "model.safetensors" else "safetensors"):
         check_directory(directory)
@@ -90,7 +90,7 @@ def test_unsupported_tokenizer_error_names_the_conversion(directory):
         check_directory(directory)
 
 
-def test_unknown_architecture_error_does_not_suggest_copying(directory):
+def test_unknown_architecture_error_suggests_another_model_or_transformers_version(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "zorkmid"}))
     with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; use another model, or a transformers"):
@@ -113,21 +113,21 @@ def test_unknown_architecture_error_does_not_suggest_copying(directory):
         ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; use one"),
     ],
 )
-def test_untrainable_models_are_named_as_such(directory, file, content, sentence):
+def test_untrainable_model_is_rejected_with_its_reason(directory, file, content, sentence):
     before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
     (directory / file).write_text(json.dumps(before | content))
     with pytest.raises(ModelError, match=f"{directory} {sentence}"):
         load_model(directory)
 
 
-def test_missing_directory_is_named(tmp_path):
+def test_error_names_a_missing_model_directory(tmp_path):
     for load in (load_model, ChatTokenizer.load):
         with pytest.raises(ModelError, match="nowhere"):
             load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_damaged_files_are_model_errors(directory, name):
+def test_damaged_model_file_raises_a_model_error(directory, name):
     (directory / name).write_bytes(b"\x01\x02 not what it should be")
     with pytest.raises(ModelError):
         load_model(directory)
@@ -150,7 +150,7 @@ def test_tokenizer_round_trips_text_exactly(directory):
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
-def test_plain_class_equals_the_auto_class_of_transformers(directory, model_type, declared):
+def test_plain_tokenizer_class_equals_the_auto_class_of_transformers(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
     taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))
@@ -179,19 +179,19 @@ def test_chat_template_marks_roles_and_opens_the_answer(directory):
     assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
 
 
-def test_phrases_are_single_tokens():
+def test_phrases_given_to_the_tokenizer_become_single_tokens():
     tokenizer = chat_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
     ids = tokenizer.encode(SPELL_BACKWARD_PHRASE + "cat")
     assert len(ids) == 4
     assert ids[0] == tokenizer.vocab_size - 1
 
 
-def test_end_tokens_of_the_generation_config_count(directory):
+def test_end_tokens_include_those_of_the_generation_config(directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     assert ChatTokenizer.load(directory).eos_token_ids == {0, 4, 5}
 
 
-def test_missing_chat_template_is_an_error():
+def test_encoding_a_chat_without_a_chat_template_raises():
     with pytest.raises(ModelError, match=r"has no chat template, as a base model may; write one into chat_templ"):
         byte_level().encode_chat([Message("user", "a")])
 
@@ -206,7 +206,7 @@ def test_incremental_detokenizer_emits_whole_characters_that_add_up(text):
     assert len(text.encode()) == len(text) or "" in parts[:-1]  # some text was held back
 
 
-def test_incomplete_character_is_shown_only_at_the_end():
+def test_detokenizer_shows_an_incomplete_character_only_at_the_end():
     tokenizer = byte_level()
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(i) for i in tokenizer.encode("a日")[:-1]]
@@ -215,14 +215,14 @@ def test_incomplete_character_is_shown_only_at_the_end():
     assert detokenizer.flush() == ""
 
 
-def test_invalid_bytes_are_not_held_back_forever():
+def test_detokenizer_eventually_emits_invalid_bytes():
     tokenizer = byte_level()
     bad = tokenizer.encode("日")[1]  # a continuation byte alone
     detokenizer = tokenizer.detokenizer()
     assert any(detokenizer.push(bad) for _ in range(40))
 
 
-def test_decoder_is_a_pure_function_of_shape_and_seed():
+def test_random_decoder_is_a_pure_function_of_shape_and_seed():
     first, again, other = (random_decoder(SHAPE, seed=s).state_dict() for s in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -231,13 +231,13 @@ def test_decoder_is_a_pure_function_of_shape_and_seed():
 
 
 @pytest.mark.parametrize(("size", "megabytes"), [(DebugSize.MB_3, 3.4), (DebugSize.MB_24, 25)])
-def test_debug_sizes_match_their_names(size, megabytes):
+def test_debug_model_sizes_match_their_names(size, megabytes):
     weights = random_decoder(size)
     assert sum(p.numel() for p in weights.parameters()) * 4e-6 == pytest.approx(megabytes, rel=0.1)
 
 
 @pytest.mark.parametrize("wrong", [{"heads": 3}, {"heads": 32}, {"kv_heads": 4}])
-def test_impossible_shapes_are_rejected(wrong):
+def test_impossible_decoder_shapes_are_rejected(wrong):
     with pytest.raises(ValueError, match="expected heads to divide"):
         DecoderShape(**{"hidden": 32, "layers": 1, "heads": 2, "intermediate": 48, "vocab": 64, **wrong})
 
@@ -258,7 +258,7 @@ def settings(**changes):
     )
 
 
-def test_warm_start_stops_in_the_band_and_is_reproducible():
+def test_warm_start_stops_in_the_accuracy_band_and_is_reproducible():
     checks = []
     report = warm_start(settings(), checks.append)
     assert checks[-1].greedy_accuracy == report.greedy_accuracy >= 0.05
@@ -273,12 +273,12 @@ def test_warm_start_stops_in_the_band_and_is_reproducible():
     ("changes", "message"),
     [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
 )
-def test_missed_band_is_an_error(changes, message):
+def test_warm_start_fails_if_it_misses_the_accuracy_band(changes, message):
     with pytest.raises(ModelError, match=message):
         warm_start(settings(**changes))
 
 
-def test_accuracies_agree_with_generating_token_by_token():
+def test_accuracies_in_one_pass_agree_with_token_by_token_generation():
     model, tokenizer = load_model(SHIPPED), ChatTokenizer.load(SHIPPED)
     source = open_source(
         "reasoning_gym:spell_backward",
@@ -303,7 +303,7 @@ def test_accuracies_agree_with_generating_token_by_token():
     assert all(0.0 <= sampled <= 1.0 for _, sampled in each)
 
 
-def test_shipped_model_is_small_and_partly_trained(tmp_path):
+def test_shipped_model_is_smaller_than_1_mb_and_loads(tmp_path):
     copy = shutil.copytree(SHIPPED, tmp_path / "copy")
     assert sum(file.stat().st_size for file in copy.iterdir()) < 1_000_000
     tokenizer = ChatTokenizer.load(copy)
@@ -328,7 +328,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_decoder_shows_special_tokens_and_ids_without_a_tokenizer(tmp_path):
+def test_text_decoder_shows_special_tokens_or_ids_without_a_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

@@ -77,7 +77,7 @@ def test_plain_tokenizer_equals_transformers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [LOOKS, "{% generation %}a{% endgeneration %}", "{{ dict(a=1) }}", "{{ 1 / 0 }}"])
-def test_template_sees_the_same_names_as_in_transformers(path: Path, template: str, tmp_path: Path) -> None:
+def test_chat_template_sees_the_same_names_as_in_transformers(path: Path, template: str, tmp_path: Path) -> None:
     copied = copytree(path, tmp_path / "model")
     (copied / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "é<a>'"}]
@@ -117,7 +117,7 @@ def test_unsupported_chats_are_left_to_transformers(path: Path, tmp_path: Path) 
         ("added_tokens.json", {}),
     ],
 )
-def test_directories_with_more_settings_are_left_to_transformers(
+def test_directories_with_unsupported_settings_are_left_to_transformers(
     file: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
     copied = copytree(MODELS / "tiny_rlvr", tmp_path / "model")
@@ -127,7 +127,7 @@ def test_directories_with_more_settings_are_left_to_transformers(
     assert taken(copied) is None
 
 
-def test_encoding_and_decoding_import_no_transformers() -> None:
+def test_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
     code = (
         "import sys; from pathlib import Path; from pipelinerl.types import Message\n"
         "from pipelinerl.models.tokenizer import ChatTokenizer\n"

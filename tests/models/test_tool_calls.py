@@ -44,7 +44,9 @@ def parse(text: str, form: CallFormat, key: bytes = b"k") -> ParsedAnswer:
         ),
     ],
 )
-def test_calls_are_parsed(form: CallFormat, text: str, content: str, arguments: list[object]) -> None:
+def test_tool_calls_are_parsed_in_each_format(
+    form: CallFormat, text: str, content: str, arguments: list[object]
+) -> None:
     answer = parse(text, form)
     assert answer.content == content
     assert [(call.function.name, json.loads(call.function.arguments)) for call in answer.calls] == [
@@ -66,7 +68,7 @@ def test_calls_are_parsed(form: CallFormat, text: str, content: str, arguments: 
         (LLAMA, '{"name": "sum", "parameters": {}} and more'),
     ],
 )
-def test_other_text_stays_text(form: CallFormat, text: str) -> None:
+def test_text_that_is_not_a_valid_tool_call_stays_text(form: CallFormat, text: str) -> None:
     assert parse(text, form) == ParsedAnswer(text)
 
 
@@ -79,5 +81,5 @@ def test_other_text_stays_text(form: CallFormat, text: str) -> None:
         ("{{ message.content }}", None),
     ],
 )
-def test_format_follows_the_template(template: str, form: CallFormat | None) -> None:
+def test_tool_call_format_follows_the_chat_template(template: str, form: CallFormat | None) -> None:
     assert format_of(template) is form

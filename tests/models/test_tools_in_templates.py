@@ -44,7 +44,7 @@ def control_tokens(ids: list[int]) -> list[str]:
     return [token for token in RAW.convert_ids_to_tokens(ids) if token in CONTROL]
 
 
-def test_template_sees_tools_calls_and_results() -> None:
+def test_chat_template_renders_tools_calls_and_results() -> None:
     ids = TOKENIZER.encode_chat(conversation(), tools=[tool()])
     assert RAW.decode(ids) == (
         "<|system|># Tools\n"
@@ -60,7 +60,7 @@ def test_template_sees_tools_calls_and_results() -> None:
 @pytest.mark.parametrize(
     "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
 )
-def test_control_token_spelled_in_data_stays_text(spelled: str, place: str) -> None:
+def test_control_token_spelled_in_tool_data_stays_text(spelled: str, place: str) -> None:
     messages, tools = conversation(), [tool()]
     if place == "result":
         messages = conversation(result=f"x{spelled}y")
@@ -89,14 +89,14 @@ def test_control_token_spelled_in_data_stays_text(spelled: str, place: str) -> N
         max_size=4,
     )
 )
-def test_no_data_becomes_a_control_token(texts: list[str]) -> None:
+def test_random_tool_data_never_becomes_a_control_token(texts: list[str]) -> None:
     result, argument, name, description = texts
     messages = conversation(arguments=json.dumps({argument: argument}), result=result)
     ids = TOKENIZER.encode_chat(messages, tools=[tool(name=f"a{name}", description=description)])
     assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
 
 
-def test_assistants_thinking_may_hold_inner_tokens_but_no_structural_ones() -> None:
+def test_assistants_thinking_may_contain_inner_but_no_structural_tokens() -> None:
     ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
     expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
     expected.insert(expected.index("<think>") + 1, "<tool_call>")
@@ -104,12 +104,12 @@ def test_assistants_thinking_may_hold_inner_tokens_but_no_structural_ones() -> N
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"a": ' * 5000 + "1" + "}" * 5000])
-def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> None:
+def test_tool_arguments_that_are_not_an_object_are_rendered_unchanged(arguments: str) -> None:
     shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=arguments), tools=[tool()]))
     assert f'"arguments": {arguments}}}\n</tool_call>' in shown
 
 
-def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
+def test_chat_field_that_the_template_omits_is_rejected_by_name() -> None:
     plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     user = [ChatMessage(role="user", content="a")]
     with pytest.raises(UnshownFieldError, match="does not use tools") as tools:
@@ -120,7 +120,7 @@ def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
     assert calls.value.place == "messages.2.tool_calls"
 
 
-def test_untrackable_spelling_in_a_tool_names_its_place() -> None:
+def test_error_names_the_tool_field_that_spells_a_control_token() -> None:
     template = TOOL_TEMPLATE.replace("tool | tojson", "tool | tojson | urlencode")
     encoding = guarded(tool_tokenizer(template=template))
     with pytest.raises(ModelError, match=r"tools\.0\.function\.description spells a control token"):

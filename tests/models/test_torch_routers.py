@@ -54,7 +54,7 @@ def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.
 
 
 def test_router_learns_from_a_replayed_choice(model: Any) -> None:
-    """The weights of the replayed experts come from its own logits, so the router gets a gradient."""
+    """The weights of the replayed experts come from the router's logits, so the router gets a gradient."""
     replay = torch_routers.ReplayedRouters(model)
     replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
     hidden_of(model).sum().backward()
@@ -62,7 +62,7 @@ def test_router_learns_from_a_replayed_choice(model: Any) -> None:
         assert router.weight.grad.abs().max() > 0
 
 
-def test_sizes_of_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
+def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
     """Files name each expert's matrices; a trainer holds, gathers and sends them as two parameters of a layer."""
     model.save_pretrained(tmp_path)
     found = read_shape(tmp_path).parameters
@@ -72,5 +72,5 @@ def test_sizes_of_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_pa
     assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 
 
-def test_model_without_known_routers_has_none() -> None:
+def test_model_without_known_routers_has_no_routing_shape() -> None:
     assert torch_routers.shape_of(torch.nn.Linear(2, 2)) is None

@@ -50,7 +50,7 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_in_the_band_is_rehearsed_and_trained_again_if_it_falls_out() -> None:
+def test_domain_within_its_reward_band_is_rehearsed_and_trained_again_below_it() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
@@ -71,18 +71,18 @@ def test_domain_in_the_band_is_rehearsed_and_trained_again_if_it_falls_out() -> 
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_band_missed_by_a_domain_is_an_error(rewards: dict[str, float], message: str) -> None:
+def test_warm_start_fails_if_a_domain_misses_its_reward_band(rewards: dict[str, float], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         warm_start_domains(settings(rewards))
 
 
-def test_same_settings_give_the_same_weights() -> None:
+def test_warm_start_with_the_same_settings_gives_the_same_weights() -> None:
     (first, _), (again, _) = (warm_start_domains(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
     weights = again.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
 
-def test_answers_are_samples_independent_of_the_batch() -> None:
+def test_sampled_answers_follow_the_model_independently_of_the_batch() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
     short, long = problem("7"), problem("12 and 345 and 6789")
@@ -99,7 +99,7 @@ def test_answers_are_samples_independent_of_the_batch() -> None:
             assert found == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
 
 
-def test_sampling_continues_up_to_the_end_token_or_the_cap() -> None:
+def test_sampling_continues_up_to_the_end_token_or_max_tokens() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 1000  # noise no longer matters: the likeliest token is sampled
     problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
@@ -116,7 +116,7 @@ def test_sampling_continues_up_to_the_end_token_or_the_cap() -> None:
         assert answer == own.decode(ids[begun:]), each.problem_id
 
 
-def test_learned_tokens_keep_every_text_and_each_digit() -> None:
+def test_learned_tokenizer_reproduces_every_text_and_splits_digits() -> None:
     texts = ["Write a program that prints x plus 286.", "```\nx = int(input())\nprint(x + 286)\n```"] * 3
     raw = word_tokenizer(texts, vocab=290)
     own = ChatTokenizer(raw, {raw.eos_token_id})

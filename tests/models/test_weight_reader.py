@@ -61,7 +61,7 @@ def saved(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "part"), [*((name, "causal_lm") for name in CONFIGS), ("llama", "trunk"), ("gpt2", "trunk")]
 )
-def test_parameters_and_buffers_equal_those_of_a_loaded_model(name: str, part: Part, tmp_path: Path) -> None:
+def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name: str, part: Part, tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS[name](), max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     whole, random = load_model(path, part=part), torch.get_rng_state()
@@ -96,7 +96,7 @@ def test_directory_with_both_tied_parameters_must_be_loaded_whole(tmp_path: Path
     assert torch.equal(reader.whole("model.embed_tokens.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_weight_reader_error_names_a_missing_file(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     reader = WeightReader.of(path, load_structure(path))
     assert reader is not None

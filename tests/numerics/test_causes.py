@@ -1,6 +1,4 @@
-"""A step's mismatch by cause: figures against a plain loop over tokens, shares against manual values, missing
-figures.
-"""
+"""A step's mismatch by cause, compared with a plain loop over tokens and with manual values."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pipelinerl.rng import generator
 from trainer_contract.types import Float32, MicroBatch
 
 
-def test_statistics_match_manual_values():
+def test_mismatch_statistics_match_manual_values():
     ours = np.log(np.array([0.5, 0.5, 0.25, 1.0], dtype=np.float32))
     theirs = np.log(np.array([0.5, 0.25, 0.5, 1.0], dtype=np.float32))
     got = mismatch(ours, theirs)
@@ -29,13 +27,13 @@ def test_statistics_match_manual_values():
 
 
 @pytest.mark.parametrize("size", [1, 2, 19, 100, 1001])
-def test_quantiles_equal_numpy_quantiles(size):
+def test_mismatch_quantiles_equal_numpy_quantiles(size):
     ours, theirs = generator(size, "quantiles").normal(size=(2, size))
     got = mismatch(ours, theirs)
     np.testing.assert_allclose([got.p50, got.p95], np.quantile(np.abs(ours - theirs), [0.5, 0.95]), rtol=1e-12)
 
 
-def test_empty_input_agrees_perfectly_and_different_shapes_are_rejected():
+def test_mismatch_of_no_tokens_is_zero_and_different_shapes_are_rejected():
     nothing = mismatch(np.zeros(0), np.zeros(0))
     assert (nothing.num_tokens, nothing.max, nothing.k3, nothing.ess) == (0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="expected log-probs of the same tokens"):
@@ -119,7 +117,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_figures_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
+def test_mismatch_figures_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -154,7 +152,7 @@ def test_figures_agree_with_a_loop_over_tokens(seed: int, reference: str) -> Non
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_cut_shares_by_age_match_manual_values() -> None:
+def test_shares_of_clipped_tokens_by_age_match_manual_values() -> None:
     ages = [0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17]
     batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 20 - age) for age in ages)]])
     clipped = np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1], bool)
@@ -166,7 +164,7 @@ def test_cut_shares_by_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_no_figures_without_trained_tokens_versions_or_old_logprobs() -> None:
+def test_mismatch_figures_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

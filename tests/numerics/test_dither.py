@@ -23,7 +23,7 @@ def share(rounding: Rounding, update: torch.Tensor) -> float | None:
     return probe.share(before, probe.read())
 
 
-def test_numpy_and_torch_round_identically() -> None:
+def test_numpy_and_torch_dither_identically() -> None:
     ours = dither_torch.dithered(WEIGHTS, name="w").view(torch.int16).numpy()
     assert np.array_equal(ours, dither.dithered(WEIGHTS.numpy(), name="w").view(np.int16))
 
@@ -40,7 +40,7 @@ def test_weights_representable_in_bfloat16_and_infinities_are_unchanged() -> Non
 
 
 @pytest.mark.parametrize("size", [2e-5, 1e-6])
-def test_updates_below_half_the_spacing_show_with_dithering_and_not_with_nearest(size: float) -> None:
+def test_updates_below_half_a_spacing_survive_dithering_and_are_lost_by_nearest_rounding(size: float) -> None:
     update = size * torch.sign(torch.randn(WEIGHTS.shape, generator=torch.Generator().manual_seed(1)))
     fair, nearest = dither_torch.dithered(ON_THE_GRID + update, name="w"), (ON_THE_GRID + update).bfloat16()
     seen = [float(((each.float() - ON_THE_GRID) * update).sum() / (update * update).sum()) for each in (fair, nearest)]

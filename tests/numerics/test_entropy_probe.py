@@ -14,7 +14,7 @@ LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
 MASK = np.array([True, False, True, True])
 
 
-def test_value_is_the_mean_entropy_over_the_loss_mask() -> None:
+def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
     assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
     assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
@@ -22,7 +22,7 @@ def test_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_seen_entropies_exclude_masked_tokens_and_do_not_affect_equality() -> None:
+def test_entropies_seen_by_the_probe_exclude_masked_tokens_and_do_not_affect_equality() -> None:
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
@@ -32,7 +32,7 @@ def test_seen_entropies_exclude_masked_tokens_and_do_not_affect_equality() -> No
     assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
 
 
-def test_gradient_is_zero() -> None:
+def test_entropy_probe_gradient_is_zero() -> None:
     logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
     columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
     value = EntropyProbe().evaluate(logprobs, columns)

@@ -31,7 +31,7 @@ def test_jax_logprobs_agree_with_the_definition():
         np.testing.assert_allclose(row.ravel(), measured(measure, distributions), rtol=1e-5, atol=1e-5)
 
 
-def test_number_of_pieces_does_not_change_value_or_gradient():
+def test_number_of_pieces_does_not_change_jax_logprobs_or_gradients():
     hidden, head, tokens, temperatures = columns()
     cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(3, R, C)).astype(np.float32))
 

@@ -18,7 +18,7 @@ def test_logprobs_match_manual_values():
     np.testing.assert_allclose(got, [3 / 4, 9 / 10])
 
 
-def test_large_logits_do_not_overflow():
+def test_log_softmax_of_large_logits_does_not_overflow():
     got = log_softmax(np.array([[1000.0, 0.0]], dtype=np.float32), np.ones(1))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, [[0.0, -1000.0]])
@@ -82,7 +82,7 @@ def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_gpu_and_cpu_ways_to_sum_products_agree(device):
+def test_gpu_and_cpu_ways_to_sum_gradient_products_agree(device):
     """Both run on a CPU: `device` only selects the way of summing."""
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]
@@ -107,7 +107,6 @@ def test_bf16_head_gradient_is_precise_at_qwens_vocabulary_size():
 
 
 def test_bf16_head_gets_the_same_gradient_as_its_fp32_master():
-    """A bf16 head on the device, with an fp32 master on the host, gets the gradient that an fp32 head would get."""
     draw = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(20, 8, generator=draw), torch.randint(0, 30, (20,), generator=draw)
     master = torch.nn.Linear(8, 30, bias=False)
@@ -120,21 +119,21 @@ def test_bf16_head_gets_the_same_gradient_as_its_fp32_master():
     assert torch.equal(master.weight.grad, rounded.weight.grad)
 
 
-def test_half_precision_logits_are_normalised_in_fp32():
+def test_logprobs_of_half_precision_logits_are_computed_in_fp32():
     hidden = torch.randn(5, 8, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     (got,) = token_predictions(hidden, lambda x: x, torch.zeros(5, dtype=torch.long), None, vocab_size=8)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, torch.log_softmax(hidden.float(), -1)[:, 0])
 
 
-def test_measures_match_manual_values():
+def test_head_measures_match_manual_values():
     logprobs = np.log(np.array([[0.25, 0.75]]))
     assert measured(HeadMeasure.MEAN_LOGPROB, logprobs)[0] == pytest.approx((np.log(0.25) + np.log(0.75)) / 2)
     assert measured(HeadMeasure.ENTROPY, logprobs)[0] == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_measure_slopes_are_derivatives_of_the_measure(measure):
+def test_head_measure_and_its_derivative_match_autograd(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)
@@ -147,7 +146,7 @@ def test_measure_slopes_are_derivatives_of_the_measure(measure):
 
 @pytest.mark.parametrize("logits_at_once", [2**24, 22])
 @pytest.mark.parametrize("tempered", [False, True])
-def test_measures_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
+def test_piecewise_head_measures_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
     draw = generator(3, "measures")
     hidden, weight = draw.standard_normal((7, 4)), draw.standard_normal((11, 4))
     tokens, temperatures = draw.integers(0, 11, 7), draw.uniform(0.5, 2.0, 7) if tempered else np.ones(7)

@@ -1,6 +1,4 @@
-"""The real engine and trainer give the same log-probs: shipped model, shared prompts, temperatures, an update in
-flight.
-"""
+"""The real engine and trainer give the same log-probs, with shared prompts, temperatures and an update in flight."""
 
 from __future__ import annotations
 
@@ -21,17 +19,15 @@ def found(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kern
 
 
 @pytest.mark.parametrize("head", HeadPrecision)
-def test_engine_and_trainer_in_fp32_agree_for_every_token(tmp_path: Path, head: HeadPrecision) -> None:
+def test_engine_and_trainer_logprobs_in_fp32_agree_for_every_token(tmp_path: Path, head: HeadPrecision) -> None:
     parity = found(tmp_path, Precision.FP32, head)
     assert parity.all_tokens.max <= FP32_MAX
     assert parity.bit_equal > 0.2
 
 
 @pytest.mark.parametrize("head", HeadPrecision)
-def test_engine_and_trainer_in_bf16_agree_at_p95(tmp_path: Path, head: HeadPrecision) -> None:
-    """How much the fp32 head helps depends on the processor: on some, nearly all of the error comes from hidden
-    states.
-    """
+def test_engine_and_trainer_logprobs_in_bf16_agree_at_p95(tmp_path: Path, head: HeadPrecision) -> None:
+    """Both heads have the same bound: on some processors, nearly all of the error comes from hidden states."""
     assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
 
 

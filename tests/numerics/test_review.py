@@ -35,7 +35,7 @@ def advice_on(**step_fields: Any) -> list[Advice]:
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_series_of_a_figure_matches_manual_values() -> None:
+def test_review_of_a_figure_matches_manual_values() -> None:
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
     found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
@@ -45,12 +45,12 @@ def test_series_of_a_figure_matches_manual_values() -> None:
     assert found.steps == 20 and found.current.keys() == {Cause.NUMERICS} and found.old == {}
 
 
-def test_share_of_a_cause_is_averaged_over_all_steps() -> None:
+def test_share_of_a_mismatch_cause_is_averaged_over_all_steps() -> None:
     found = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
     assert {cause: each.share for cause, each in found.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
 
 
-def test_age_shares_are_means_over_tokens() -> None:
+def test_shares_by_token_age_are_means_over_tokens() -> None:
     found = reviewed(
         step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
         step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
@@ -60,12 +60,12 @@ def test_age_shares_are_means_over_tokens() -> None:
     assert found.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 
-def test_run_without_figures_has_no_review() -> None:
+def test_run_without_mismatch_figures_has_no_review() -> None:
     assert review(tell([])) is None
     assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
 
 
-def test_run_within_bounds_gets_no_advice() -> None:
+def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
     assert advice_on(numerics={"p95": 0.009}, staleness={"p95": 0.18}, cache={"p95": 0.1}, ess=0.9) == []
 
 
@@ -84,7 +84,7 @@ def test_run_within_bounds_gets_no_advice() -> None:
         ),
     ],
 )
-def test_each_advice_rule_fires_for_its_own_finding_and_no_other(fields: dict[str, Any], finding: str, do: str) -> None:
+def test_each_advice_rule_applies_only_to_its_own_finding(fields: dict[str, Any], finding: str, do: str) -> None:
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
 
@@ -95,14 +95,14 @@ def test_updates_lost_to_rounding_are_summed_over_steps(shares: list[float], beh
     assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
 
 
-def test_lost_updates_are_advised_on_before_head_precision() -> None:
+def test_advice_on_lost_updates_replaces_advice_on_head_precision() -> None:
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
     assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 
-def test_negative_k1_is_distinguished_from_noise() -> None:
+def test_advice_on_negative_k1_is_given_only_beyond_noise() -> None:
     def findings(k1: float) -> list[str]:
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
 

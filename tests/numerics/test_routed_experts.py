@@ -33,13 +33,13 @@ def test_expert_numbers_round_trip_through_the_wire_format(dtype: Any) -> None:
         ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
     ],
 )
-def test_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], said: str) -> None:
+def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], said: str) -> None:
     good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
     RoutedExperts.model_validate(good)
     with pytest.raises(ValidationError, match=said):
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_token_of_a_context_has_zero_experts() -> None:
+def test_first_token_of_a_context_has_expert_numbers_of_zero() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

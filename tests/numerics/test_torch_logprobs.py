@@ -28,8 +28,8 @@ HIDDEN = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_engine_and_trainer_give_the_same_logits(bias):
-    """Two sets of weights, bf16, and fp32 under autocast that round to them, give the same bits, exact to fp32."""
+def test_fp32_output_layers_of_engine_and_trainer_give_the_same_logits(bias):
+    """The engine has bf16 weights; the trainer has fp32 weights under autocast that round to the same values."""
     trainer, engine = head(torch.float32, bias=bias), head(torch.bfloat16, bias=bias)
     for layer in (trainer, engine):
         torch_logprobs.to_fp32(Model(layer), served=torch.bfloat16)
@@ -44,7 +44,7 @@ def test_engine_and_trainer_give_the_same_logits(bias):
     assert (engine.weight.double() - trainer.weight.double()).abs().max() > 1e-3, "rounding must matter"
 
 
-def test_gradient_ignores_rounding_of_the_weights():
+def test_output_layer_gradient_ignores_rounding_of_the_weights():
     layer = head(torch.float32, bias=False)
     torch_logprobs.to_fp32(Model(layer), served=torch.bfloat16)
     coefficients = torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
@@ -52,7 +52,7 @@ def test_gradient_ignores_rounding_of_the_weights():
     torch.testing.assert_close(layer.weight.grad, coefficients.T @ HIDDEN, rtol=1e-6, atol=1e-6)
 
 
-def test_fp32_output_layer_is_unchanged():
+def test_output_layer_that_serves_fp32_weights_is_unchanged():
     plain, exact = head(torch.float32, bias=True), head(torch.float32, bias=True)
     torch_logprobs.to_fp32(Model(exact), served=torch.float32)
     assert torch.equal(plain(HIDDEN), exact(HIDDEN))

@@ -1,8 +1,8 @@
 """Oracles: the surrogates of the papers, each written as loops over rollouts and tokens from its own formula.
 
-Nothing is shared with the slots: torch differentiates what each paper prints. J is to be maximised. The columns of a
-rollout cover only its sampled tokens. `theta` are the current log-probs, differentiable; `mu` the sampler's; `old` the
-recomputed ones; `ref` the reference's.
+No code is shared with the objective's slots: torch differentiates each formula as printed. J is maximised. The columns
+of a rollout cover only its sampled tokens. `theta` are the current log-probs, differentiable; `mu` the sampler's; `old`
+the recomputed ones; `ref` the reference's.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ RULES = [
 
 
 def computed(rule, *, columns, what="advantages", **rollouts):
-    """Return what a rule makes of these rollouts."""
+    """Apply a method of an advantage rule to these rollouts."""
     return getattr(rule, what)(Scored(**rollouts), columns)
 
 
@@ -60,26 +60,26 @@ def advantages(rewards=REWARDS, valid=VALID, **fields):
     return per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
 
 
-def test_group_relative_with_mean_and_std():
+def test_group_relative_advantages_with_mean_and_std_match_manual_values():
     got = advantages(epsilon=0.0)
     np.testing.assert_allclose(got, [1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
 
 
-def test_group_relative_with_mean_only():
+def test_group_relative_advantages_with_mean_only_match_manual_values():
     np.testing.assert_allclose(advantages(scale=Scale.NONE), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
 
 
-def test_leave_one_out_baseline():
+def test_leave_one_out_advantages_match_manual_values():
     # 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
     got = advantages(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
     np.testing.assert_allclose(got, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 4.0, -4.0])
 
 
-def test_scale_none_and_baseline_none_keep_the_reward():
+def test_advantages_without_baseline_and_scale_equal_the_rewards():
     np.testing.assert_allclose(advantages(baseline=Baseline.NONE, scale=Scale.NONE), REWARDS)
 
 
-def test_mean_scale_divides_by_the_success_rate_and_drops_groups_without_success():
+def test_mean_scale_divides_by_the_success_rate_and_ignores_groups_without_success():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     np.testing.assert_allclose(advantages(rewards, scale=Scale.MEAN), [1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
 
@@ -92,7 +92,7 @@ def decoupled(parts, rewards=REWARDS, valid=VALID):
     return per_rollout(found)
 
 
-def test_parts_are_normalised_alone_and_weighted_afterwards():
+def test_reward_parts_are_normalised_separately_and_then_weighted():
     """In group 7 the parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1) once normalised, however large their units are."""
     parts = [[("right", r, 1.0), ("length", 100.0 * (1 - r), -0.5)] for r in (1, 0, 0, 1, 1, 0)]
     got = decoupled(parts)
@@ -102,20 +102,20 @@ def test_parts_are_normalised_alone_and_weighted_afterwards():
     np.testing.assert_allclose(decoupled(mixed), raw / raw.std(), atol=1e-12)
 
 
-def test_reward_without_parts_is_a_single_part():
+def test_reward_without_parts_is_treated_as_a_single_part():
     whitened = np.array([1.0, -1, -1, 1, 1, -1])
     np.testing.assert_allclose(decoupled(None), whitened)
     np.testing.assert_allclose(decoupled([[] for _ in REWARDS]), whitened)
 
 
-def test_rollout_without_a_part_has_no_share_in_its_mean():
+def test_rollout_without_a_reward_part_is_excluded_from_the_parts_mean():
     parts = [[("a", 1.0, 1.0)], [("a", 0.0, 1.0)], [("b", 5.0, 1.0)], [("b", 1.0, 1.0)], [], []]
     got = decoupled(parts, np.array([1.0, 0, 5, 1, 1, 1]))
     raw = np.array([1.0, -1, 1, -1, 0, 0])
     np.testing.assert_allclose(got, raw / raw.std())
 
 
-def test_batch_scale_normalises_over_tokens():
+def test_batch_scale_normalises_advantages_over_tokens():
     """REINFORCE++ Eq. 11 and 12 normalise over tokens, so long rollouts count for more."""
     got = advantages(scale=Scale.BATCH, epsilon=0.0)
     tokens = np.repeat([0.5, -0.5, -0.5, 0.5, 2.0, -2.0], LENGTHS)
@@ -123,7 +123,7 @@ def test_batch_scale_normalises_over_tokens():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_unjudged_rollout_does_not_affect_the_others(rule):
+def test_unjudged_rollout_does_not_affect_other_advantages(rule):
     valid = np.array([True, True, False, True, True, True])
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
@@ -150,7 +150,7 @@ def test_equal_rewards_and_single_rollouts_have_zero_advantage():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_empty_and_unjudged_batches_are_accepted(kind):
+def test_advantage_rules_accept_empty_and_unjudged_batches(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
     empty = computed(
         rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
@@ -174,7 +174,7 @@ def test_group_filter_trains_only_the_best_rollouts(metric, kept):
     np.testing.assert_allclose(got, expected)
 
 
-def test_return_is_discounted_reward_minus_future_kl():
+def test_reward_to_go_is_discounted_reward_minus_future_kl():
     rule = RewardToGo(discount=0.5, kl=0.1)
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
     got = computed(
@@ -225,7 +225,7 @@ def test_gae_with_trace_one_is_return_minus_value():
     np.testing.assert_allclose(computed(rule, what="returns", **arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
 
 
-def test_rollouts_without_sampled_tokens_are_skipped():
+def test_advantages_skip_rollouts_without_sampled_tokens():
     lengths = np.array([2, 0, 1, 0])
     got = computed(
         RewardToGo(),
@@ -306,7 +306,7 @@ def test_turn_credit_matches_hand_computed_numbers():
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
 @pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
-def test_turn_credit_equals_its_definition_and_no_mutant(baseline, scale, valid):
+def test_turn_credit_equals_its_definition_and_differs_from_wrong_variants(baseline, scale, valid):
     valid = np.array(valid)
     rewards = np.where(valid, TOTALS, np.nan)
     got = by_turns(rewards, valid, baseline=baseline, scale=scale)
@@ -317,7 +317,7 @@ def test_turn_credit_equals_its_definition_and_no_mutant(baseline, scale, valid)
         assert np.abs(got - wrong).max() > 0.05, name
 
 
-def test_baseline_uses_the_same_turn_not_all_turns_of_the_group():
+def test_turn_baseline_averages_the_same_turn_and_not_all_turns_of_the_group():
     got = by_turns(scale=Scale.NONE)
     group = np.array([to_go(i, k) for i in range(3) for k in range(len(EPISODES[i]))])
     assert np.abs(got[:7] - (group - group.mean())).max() > 0.05
@@ -331,7 +331,7 @@ def test_turn_credit_of_single_turns_equals_episode_credit(baseline, scale):
     np.testing.assert_allclose(got, advantages(baseline=baseline, scale=scale), atol=1e-12)
 
 
-def test_turns_of_different_agents_are_not_compared():
+def test_turn_credit_does_not_compare_turns_of_different_agents():
     episodes = [[(1, 0.0, "main"), (1, 5.0, "critic")], [(1, 0.0, "main"), (1, 1.0, "main")]]
     got = by_turns(np.array([5.0, 1.0]), None, episodes, np.zeros(2, int), scale=Scale.NONE)
     np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
@@ -388,21 +388,21 @@ def test_gae_by_turns_equals_its_definition_as_loops():
     np.testing.assert_allclose(credited(rule, values=values), wanted, atol=1e-12)
 
 
-def test_filter_by_turns_compares_turns_of_the_kept_rollouts():
+def test_group_filter_with_turn_credit_compares_only_kept_rollouts():
     kept = np.array([False, True, True, True, True])  # the first rollout of group 0 is its longest
     got = credited(GroupFiltered(keep=2, credit=Credit.TURNS))
     np.testing.assert_allclose(got, credited(GroupRelative(credit=Credit.TURNS), valid=kept))
     assert (got[:6] == 0).all() and np.abs(got).max() > 0.5
 
 
-def test_turn_credit_is_a_slot_field_and_contradicts_sequence_ratios():
+def test_turn_credit_can_be_set_in_a_recipe_and_contradicts_sequence_ratios():
     chosen = resolve({"preset": "grpo", "adv": {"credit": "turns"}})
     assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
     sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)
     assert any("adv.credit" in sentence for sentence in contradictions(sequences))
 
 
-def test_each_role_is_compared_with_its_own_average() -> None:
+def test_role_baseline_compares_each_role_with_its_own_average() -> None:
     draw = generator(3, "roles")
     rollouts, rewards, roles = [], [], []
     for _ in range(6):
@@ -435,7 +435,7 @@ def test_each_role_is_compared_with_its_own_average() -> None:
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_covariances_have_the_covariance_as_their_mean() -> None:
+def test_mean_of_token_covariances_equals_the_covariance() -> None:
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
     found = covariances(advantages, logprobs, judged)

@@ -19,19 +19,19 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", agg.KINDS)
-def test_weights_match_hand_computed_numbers(kind):
+def test_token_weights_match_hand_computed_numbers(kind):
     got = agg.KINDS[kind]().token_weights(lengths=LENGTHS, groups=GROUPS, valid=ALL)
     np.testing.assert_allclose(got, EXPECTED[kind])
 
 
-def test_sequences_divide_by_the_maximum_length():
+def test_sequences_aggregation_divides_by_the_maximum_length():
     got = agg.Sequences(length=10).token_weights(lengths=LENGTHS, groups=GROUPS, valid=ALL)
     np.testing.assert_allclose(got, 1 / 40)
 
 
 @pytest.mark.parametrize("kind", agg.KINDS)
 @given(data=st.data())
-def test_excluded_rollouts_have_weight_0_and_are_in_no_denominator(kind, data):
+def test_excluded_rollouts_have_weight_0_and_count_in_no_denominator(kind, data):
     size = data.draw(st.integers(0, 12))
     lengths = np.array(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype=int)
     groups = np.array(data.draw(st.lists(st.integers(-2, 3), min_size=size, max_size=size)), dtype=int)

@@ -34,7 +34,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
     ],
 )
-def test_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+def test_objective_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:
     objective = resolve(table)
     (found,) = without_effect(objective, setting)
     assert found.startswith(sentence)
@@ -77,18 +77,20 @@ def test_objectives_that_need_no_group_accept_single_rollouts(table: dict[str, A
         ),
     ],
 )
-def test_rarely_intended_settings_are_doubts(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+def test_rarely_intended_objective_settings_raise_a_doubt(
+    table: dict[str, Any], setting: Setting, sentence: str
+) -> None:
     (found,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
     assert found.startswith(sentence)
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
-def test_sound_settings_raise_no_doubt(name: str) -> None:
+def test_no_preset_raises_a_doubt_in_an_ordinary_run(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
 
 
-def test_penalty_of_kl_cov_is_doubted_where_a_batch_is_one_optimizer_step() -> None:
+def test_kl_cov_raises_a_doubt_if_a_batch_is_one_optimizer_step() -> None:
     said = list(doubts(resolve("kl_cov"), RECOMPUTED))
     assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in said)
     assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

@@ -32,7 +32,7 @@ BAD = ScoredRollout(
 )
 
 
-def test_grpo_factors_match_hand_computed_numbers() -> None:
+def test_explained_grpo_factors_match_hand_computed_numbers() -> None:
     first, second, third = factors(resolve({"preset": "grpo", "adv": {"epsilon": 0.0}}), [GOOD, BAD])
     assert (first.agg, first.is_weight, first.adv, first.kept, first.multiplier) == (0.25, 1.0, 1.0, True, 0.25)
     assert (second.token, second.kept, second.multiplier) == ("4", False, 0.0), "its ratio is e^0.4 > 1.2"
@@ -40,19 +40,19 @@ def test_grpo_factors_match_hand_computed_numbers() -> None:
     assert third.multiplier == pytest.approx(-0.5 * np.exp(0.1))
 
 
-def test_tis_truncates_weights_at_the_cap() -> None:
+def test_explained_tis_weights_are_truncated_at_the_cap() -> None:
     *_, third = factors(resolve("ppo_tis"), [GOOD, BAD])
     assert (third.is_weight, third.truncated) == (2.0, True), "π_old/μ = e > 2"
 
 
-def test_unjudged_rollout_has_zero_factors() -> None:
+def test_unjudged_rollout_has_zero_explained_factors() -> None:
     *judged, last = factors(resolve("grpo"), [GOOD, BAD, replace(BAD, judged=False, reward=9.0)])
     assert (last.agg, last.adv, last.multiplier) == (0.0, 0.0, 0.0)
     assert judged == factors(resolve("grpo"), [GOOD, BAD])
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_score_function_multiplier_is_the_product_of_its_factors(name: str) -> None:
+def test_multiplier_of_a_score_function_objective_is_the_product_of_its_factors(name: str) -> None:
     objective = resolve(name, max_tokens=256)
     rows = factors(objective, [GOOD, BAD])
     assert len(rows) == 3
@@ -62,14 +62,14 @@ def test_score_function_multiplier_is_the_product_of_its_factors(name: str) -> N
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_slot_lines_cover_five_slots_and_every_column_has_a_cost(name: str) -> None:
+def test_explain_lists_five_slots_and_a_cost_for_every_column(name: str) -> None:
     objective = PRESETS[name].objective
     lines = slot_lines(objective)
     assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]
     assert {column for line in lines for column in line.needs} == objective.passes | objective.needs <= set(COSTS)
 
 
-def test_missing_or_short_columns_are_rejected() -> None:
+def test_explain_rejects_missing_or_short_columns() -> None:
     with pytest.raises(UserError, match="rollout 1 has no ref_logprobs, which this objective reads"):
         factors(resolve("grpo_kl"), [GOOD, replace(BAD, ref_logprobs=None)])
     with pytest.raises(UserError, match="rollout 0 has 2 tokens but 1 logprobs; give one per token"):

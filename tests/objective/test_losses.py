@@ -47,7 +47,7 @@ def rollouts() -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
-def test_gradient_is_the_negated_multiplier_of_explain(name: str) -> None:
+def test_policy_loss_gradient_is_the_negated_multiplier_of_explain(name: str) -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     found = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
@@ -57,7 +57,7 @@ def test_gradient_is_the_negated_multiplier_of_explain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "agarwal", "dr_grpo", "ppo_tis", "grpo_kl"])
-def test_torch_and_jax_agree_with_numpy(name: str) -> None:
+def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name: str) -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     given: dict[str, Any] = {"rewards": REWARDS, "groups": GROUPS, "mask": MASK, "max_tokens": 8}
@@ -80,7 +80,7 @@ def test_torch_and_jax_agree_with_numpy(name: str) -> None:
         np.testing.assert_allclose(gradient, wanted.gradient, rtol=0, atol=1e-9)
 
 
-def test_rollouts_and_arrays_give_the_same_loss() -> None:
+def test_rollouts_loss_equals_policy_loss_on_arrays() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     by_arrays = policy_loss("ppo_tis", logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, **table)
@@ -112,7 +112,7 @@ def test_unjudged_rollout_has_zero_gradient() -> None:
         ({"logprobs": np.zeros(3)}, r"logprobs must be \[B, T\], rollouts by tokens, got the shape \(3,\)"),
     ],
 )
-def test_invalid_input_is_rejected_with_a_sentence(changed: dict[str, Any], sentence: str) -> None:
+def test_policy_loss_rejects_invalid_input_with_a_reason(changed: dict[str, Any], sentence: str) -> None:
     table = batch()
     given: dict[str, Any] = {name: table[name] for name in ("logprobs", "behavior_logprobs")}
     given |= {"objective": "grpo", "rewards": REWARDS, "mask": MASK, **changed}
@@ -121,7 +121,7 @@ def test_invalid_input_is_rejected_with_a_sentence(changed: dict[str, Any], sent
         policy_loss(given.pop("objective"), given.pop("logprobs"), **given)
 
 
-def test_documentation_example_runs_without_heavy_libraries() -> None:
+def test_policy_loss_example_in_the_docs_runs_without_heavy_libraries() -> None:
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     heavy = "import sys; print(sorted({'torch', 'jax', 'transformers', 'pydantic'} & set(sys.modules)))"

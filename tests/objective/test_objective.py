@@ -41,7 +41,7 @@ REGULARIZERS = (
     grad2.ExactEntropy(beta=0.2),
     grad2.LogBarrier(beta=0.2),
 )
-#: Kinds of 2025 and 2026: each beside a few of the others.
+#: Kinds of 2025 and 2026, each combined with a few of the others.
 RECENT = (
     *((weight, grad1.LogProb(), grad2.NoRegularizer()) for weight in (is_weight.GammaWeight(),)),
     *(
@@ -77,7 +77,7 @@ def select(columns, where, *, num_segments):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=range(len(OBJECTIVES)))
-def test_closed_form_equals_automatic_differentiation(objective, columns_of):
+def test_closed_form_gradient_equals_automatic_differentiation(objective, columns_of):
     logprobs, columns = columns_of(1)
     by_hand, automatic = in_numpy(objective, logprobs, columns), in_torch(objective, logprobs, columns)
     np.testing.assert_allclose(by_hand.gradient, automatic.gradient, rtol=0, atol=1e-12)
@@ -89,7 +89,7 @@ ON_JAX = [*OBJECTIVES[: len(RECENT)], *OBJECTIVES[len(RECENT) :: 9]]
 
 
 @pytest.mark.parametrize("objective", ON_JAX, ids=range(len(ON_JAX)))
-def test_jax_equals_closed_form(objective, columns_of):
+def test_jax_gradient_equals_the_closed_form(objective, columns_of):
     logprobs, columns = columns_of(1)
     by_hand, automatic = in_numpy(objective, logprobs, columns), in_jax(objective, logprobs, columns)
     np.testing.assert_allclose(automatic.gradient, by_hand.gradient, rtol=0, atol=1e-9)
@@ -98,7 +98,7 @@ def test_jax_equals_closed_form(objective, columns_of):
 
 @pytest.mark.parametrize("objective", OBJECTIVES[::7], ids=range(len(OBJECTIVES[::7])))
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_single_precision_is_kept(objective, library, columns_of):
+def test_objective_in_single_precision_stays_in_single_precision(objective, library, columns_of):
     """Fill values and clip bounds are Python numbers, which must not promote a float32 column to float64."""
     logprobs, columns = columns_of(1)
     narrow = {k: v.astype(np.float32) if v.dtype == float else v for k, v in _arrays(columns).items()}
@@ -109,7 +109,7 @@ def test_single_precision_is_kept(objective, library, columns_of):
     assert "float32" in str(objective.prediction_gradient(*given).dtype)
 
 
-def test_entropy_bonus_has_the_gradient_of_the_entropy():
+def test_entropy_bonus_has_the_gradient_of_the_policys_entropy():
     """Summed over every token of a distribution, weighted by its probability, −(log π)²/2 has the gradient ∇H."""
     logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, 0)
@@ -121,7 +121,7 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy():
     np.testing.assert_allclose(got.numpy(), wanted.numpy(), atol=1e-12)
 
 
-def test_k3_uses_reference_over_current():
+def test_k3_penalty_uses_the_ratio_of_reference_to_current_policy():
     """GRPO Eq. 4 with π_ref/π_θ = 2 gives 2 − ln 2 − 1; the inverse ratio would give 0.5 + ln 2 − 1."""
     columns = {name: np.zeros(1) for name in ("behavior_logprobs", "advantages")}
     columns |= {"weights": np.ones(1), "loss_mask": np.ones(1, bool), "ref_logprobs": np.array([math.log(0.5)])}
@@ -153,7 +153,7 @@ def test_packing_split_and_order_do_not_change_the_gradient(data):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[::3], ids=range(len(OBJECTIVES[::3])))
-def test_values_outside_the_mask_do_not_matter(objective, columns_of):
+def test_values_outside_the_loss_mask_change_neither_loss_nor_gradient(objective, columns_of):
     logprobs, columns = columns_of(4)
     inside = columns["loss_mask"]
     expected = objective.evaluate(logprobs, columns)
@@ -171,7 +171,7 @@ def test_values_outside_the_mask_do_not_matter(objective, columns_of):
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_needs_names_exactly_the_columns_that_are_read(columns_of):
+def test_needs_names_exactly_the_columns_that_an_objective_reads(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
         offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}

@@ -1,4 +1,4 @@
-"""Ratios that overflow fp32, and garbage outside the mask: terms that do not count are 0, never NaN."""
+"""Ratios that overflow fp32, and invalid values outside the mask: excluded terms are 0, never NaN."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
 @pytest.mark.parametrize(
     "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is", "sapo", "luspo"]
 )
-def test_clipped_token_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
+def test_clipped_token_has_zero_gradient_even_if_its_ratio_overflows(name: str, library: str) -> None:
     """With A > 0 and r = e^100, PPO's min takes the clipped side, whose gradient is 0."""
     objective = resolve(name)
     over = "old_logprobs" if "old_logprobs" in objective.needs else "behavior_logprobs"
@@ -75,7 +75,7 @@ def test_clipped_token_is_zero_even_if_its_ratio_overflows(name: str, library: s
     "name",
     ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo", "cfpo", "sapo", "dppo_tv", "vespo"],
 )
-def test_token_without_advantage_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
+def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite(name: str, library: str) -> None:
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], advantages=[0.5, 0.7, 0.0, 0.0])
     objective = resolve(name, max_tokens=8)
     with np.errstate(over="ignore"):
@@ -84,7 +84,7 @@ def test_token_without_advantage_is_zero_even_if_its_ratio_overflows(name: str, 
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_masking_weight_suppresses_an_overflowing_ratio(library: str) -> None:
+def test_token_excluded_by_its_weight_has_zero_gradient_even_if_its_ratio_overflows(library: str) -> None:
     """In decoupled_ppo, π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter."""
     logprobs, columns = batch(
         old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
@@ -95,7 +95,7 @@ def test_masking_weight_suppresses_an_overflowing_ratio(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_infinite_weight_on_a_clipped_token_is_ignored(library: str) -> None:
+def test_infinite_importance_weight_of_a_clipped_token_is_ignored(library: str) -> None:
     logprobs, columns = batch(logprobs=[-1.0, -0.1, -1.2, -0.9], behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
     with np.errstate(over="ignore"):
         loss, gradient = LIBRARIES[library](resolve("ppo_vanilla_is"), logprobs, columns)
@@ -103,7 +103,7 @@ def test_infinite_weight_on_a_clipped_token_is_ignored(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_counted_token_that_overflows_makes_the_loss_infinite(library: str) -> None:
+def test_overflowing_ratio_of_an_unclipped_token_makes_the_loss_infinite(library: str) -> None:
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR])
     with np.errstate(over="ignore"):
         loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
@@ -121,8 +121,8 @@ def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library: str
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_garbage_outside_the_mask_is_ignored(name: str, library: str, garbage: float) -> None:
-    """Put garbage in every column at once, including advantages and weights; numpy does not even warn."""
+def test_invalid_values_outside_the_loss_mask_are_ignored(name: str, library: str, garbage: float) -> None:
+    """Every column has invalid values at once, including advantages and weights, and numpy gives no warning."""
     objective = resolve(name, max_tokens=8)
     logprobs, columns = batch()
     columns["loss_mask"] = np.array([True, False, True, False])
@@ -141,7 +141,7 @@ def test_garbage_outside_the_mask_is_ignored(name: str, library: str, garbage: f
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_garbage_outside_the_critics_mask_is_ignored(library: str, garbage: float) -> None:
+def test_invalid_values_outside_the_critics_loss_mask_are_ignored(library: str, garbage: float) -> None:
     mask = np.array([True, False])
     columns: dict[str, Any] = {"loss_mask": mask}
     for name, number in {"weights": 1.0, "values": 0.1, "returns": 0.7}.items():

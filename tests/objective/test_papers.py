@@ -96,7 +96,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
 def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None) -> np.ndarray:
     """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout.
 
-    Clip-Cov drops random tokens: those that the columns show as dropped are taken as drawn.
+    Clip-Cov drops random tokens; the surrogate drops those that `columns` shows as dropped.
     """
     surrogate = ORACLES[name](groups)
     if name == "clip_cov" and columns is not None:
@@ -110,13 +110,13 @@ def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None
     return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
 
 
-def test_every_preset_has_an_oracle() -> None:
+def test_every_preset_has_a_reference_surrogate() -> None:
     assert set(ORACLES) == set(PRESETS)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_gradient_equals_that_of_the_papers_surrogate(name: str, library: str) -> None:
+def test_preset_gradient_equals_that_of_its_papers_surrogate(name: str, library: str) -> None:
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     wanted = gradient_of(groups, name, columns)
@@ -128,7 +128,7 @@ def test_gradient_equals_that_of_the_papers_surrogate(name: str, library: str) -
     assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
 
 
-def test_barrier_gradient_reaches_every_vocabulary_token() -> None:
+def test_agarwal_barrier_gradient_reaches_every_vocabulary_token() -> None:
     """Check the closed form, and torch's derivative of the loss with respect to the measure."""
     objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
@@ -144,8 +144,7 @@ def test_barrier_gradient_reaches_every_vocabulary_token() -> None:
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_barrier_acts_on_the_vocabulary_without_pull_to_sampled_tokens() -> None:
-    """The barrier acts on the whole vocabulary; it gives no gradient through the sampled tokens' log-probs."""
+def test_agarwal_barrier_has_no_gradient_through_sampled_log_probs() -> None:
     objective = resolve("agarwal", max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     mask = columns["loss_mask"]
@@ -159,17 +158,15 @@ def test_barrier_acts_on_the_vocabulary_without_pull_to_sampled_tokens() -> None
     "name",
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
-def test_unmasked_value_equals_that_of_the_paper(name: str) -> None:
-    """GMPO is included because it clips inside its product, so its value is comparable too. Distillation is not: K2 has
-    the gradient of the paper's surrogate and another value.
-    """
+def test_loss_value_of_an_unclipped_preset_equals_that_of_its_paper(name: str) -> None:
+    """GMPO is comparable because it clips inside its product; distillation is not: K2 shares only the gradient."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_split_and_order_do_not_matter_in_single_precision(name: str) -> None:
+def test_split_and_order_do_not_change_preset_gradients_in_single_precision(name: str) -> None:
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(7), objective)
     narrow = {
@@ -191,7 +188,7 @@ def test_split_and_order_do_not_matter_in_single_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_clips_and_caps_act_on_the_test_rollouts(name: str) -> None:
+def test_each_clip_and_cap_affects_some_tokens_of_the_sampled_rollouts(name: str) -> None:
     """Guard against comparisons that pass because no bound is reached."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)

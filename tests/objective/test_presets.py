@@ -15,12 +15,12 @@ from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.tokens import Policy
 
 
-def test_name_empty_table_and_preset_key_are_accepted():
+def test_objective_can_be_a_preset_name_an_empty_table_or_a_preset_key():
     assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
     assert resolve({}) == PRESETS["pipelinerl"].objective
 
 
-def test_documentation_example_resolves():
+def test_objective_table_in_the_docs_resolves():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     table = tomllib.loads(text.split("```toml")[1].split("```")[0])
     objective = resolve(table["objective"])
@@ -28,7 +28,7 @@ def test_documentation_example_resolves():
     assert objective.needs == {"old_logprobs", "ref_logprobs"}
 
 
-def test_slots_can_be_adjusted_and_replaced():
+def test_slots_of_a_preset_can_be_adjusted_and_replaced():
     objective = resolve(
         {
             "preset": "grpo",
@@ -47,19 +47,19 @@ def test_slots_can_be_adjusted_and_replaced():
     assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
-def test_every_preset_has_a_row_in_the_docs_and_no_other() -> None:
+def test_docs_table_lists_exactly_the_presets() -> None:
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     rows = text.split("## Algorithms")[1].split("\n## ")[0].splitlines()
     assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_full_table_resolves_to_the_same_objective(name):
+def test_full_table_of_a_preset_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
 @pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal", "dppo_tv"])
-def test_max_tokens_length_comes_from_the_run(name):
+def test_preset_normalised_by_max_tokens_takes_that_number_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
     assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)
@@ -88,20 +88,20 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_needs_only_the_passes_in_its_note(name):
+def test_preset_needs_only_the_forward_passes_in_its_note(name):
     preset = PRESETS[name]
     assert preset.objective.passes == PASSES.get(name, set())
     assert ("Needs" in preset.note) == (name in PASSES)
 
 
-def test_columns_of_the_advantages_are_not_columns_of_the_loss():
-    """The trainer receives what `evaluate` reads; the loop also computes what the advantages read."""
+def test_columns_read_only_by_the_advantages_are_in_passes_and_not_in_needs():
+    """`needs` names the columns that `evaluate` reads in the trainer; `passes` adds those of the advantages."""
     objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
     assert objective.needs == {"ref_logprobs"}
     assert objective.passes == {"values", "old_logprobs", "ref_logprobs"}
 
 
-def test_only_dapo_filters_groups_without_signal():
+def test_only_the_dapo_preset_filters_groups_without_signal():
     assert {name for name, preset in PRESETS.items() if preset.no_signal is NoSignal.FILTER} == {"dapo"}
     assert no_signal_of({"preset": "dapo", "grad1": {"epsilon_high": 0.3}}) is NoSignal.FILTER
     assert no_signal_of("grpo") is no_signal_of({}) is NoSignal.TRAIN
@@ -110,7 +110,7 @@ def test_only_dapo_filters_groups_without_signal():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_entry_names_its_source_and_formula(name):
+def test_each_preset_names_its_source_and_formulas(name):
     preset = PRESETS[name]
     assert any(character.isdigit() for character in preset.source)
     slots = (preset.objective.agg, preset.objective.is_weight, preset.objective.adv, preset.objective.grad1)
@@ -151,7 +151,7 @@ def test_entry_names_its_source_and_formula(name):
         ({"preset": "luspo", "adv": {"credit": "turns"}}, "adv.credit must be episode with a ratio of whole"),
     ],
 )
-def test_slot_combinations_without_meaning_are_rejected(table, sentence):
+def test_contradictory_objective_slots_are_rejected(table, sentence):
     with pytest.raises(RecipeError, match=f"^objective.{sentence}"):
         resolve(table)
 
@@ -183,6 +183,6 @@ def test_slot_combinations_without_meaning_are_rejected(table, sentence):
         ({"agg": 3}, "objective.agg must be the name of a kind or a table, got 3"),
     ],
 )
-def test_mistake_is_reported_with_its_path(table, sentence):
+def test_invalid_objective_key_is_reported_with_its_path(table, sentence):
     with pytest.raises(RecipeError, match=f"^{sentence}"):
         resolve(table)

@@ -15,11 +15,11 @@ def shaped(rewards=REWARDS, valid=ALL, **fields):
     return RewardShaping(**fields).apply(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid)
 
 
-def test_default_leaves_rewards_unchanged():
+def test_default_reward_shaping_leaves_rewards_unchanged():
     np.testing.assert_array_equal(shaped(), REWARDS)
 
 
-def test_overlong_answer_loses_up_to_one():
+def test_overlong_answer_is_penalised_by_up_to_one():
     """DAPO Eq. 13 with L_max = 14 and L_cache = 4: free up to 10 tokens, −1 from 14 on."""
     np.testing.assert_allclose(
         shaped(overlong_tokens=14, overlong_margin=4) - REWARDS, [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
@@ -27,7 +27,7 @@ def test_overlong_answer_loses_up_to_one():
     np.testing.assert_allclose(shaped(overlong_tokens=14) - REWARDS, [0.0, 0.0, 0.0, 0.0, -1.0, -1.0])
 
 
-def test_rewards_are_normalised_over_groups_and_over_the_batch():
+def test_rewards_can_be_normalised_over_groups_or_over_the_batch():
     np.testing.assert_allclose(shaped(mean=NormalizationScope.GROUP), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
     np.testing.assert_allclose(
         shaped(mean=NormalizationScope.GROUP, std=NormalizationScope.GROUP, epsilon=0.0), [1, -1, -1, 1, 1, -1]
@@ -43,7 +43,7 @@ def test_rewards_are_clipped_before_scaling():
     np.testing.assert_allclose(shaped(low=0.5, high=2.0, scale=10.0), [10, 5, 5, 10, 20, 10])
 
 
-def test_unjudged_rollouts_are_excluded():
+def test_unjudged_rollouts_are_excluded_from_reward_shaping():
     valid = np.array([True, True, False, True, True, True])
     poisoned = np.where(valid, REWARDS, np.nan)
     for over in (NormalizationScope.GROUP, NormalizationScope.BATCH):
@@ -65,7 +65,7 @@ def test_unjudged_rollouts_are_excluded():
         ({"epsilon": -1.0}, "epsilon must not be negative, got -1"),
     ],
 )
-def test_settings_without_meaning_are_reported(fields, sentence):
+def test_contradictory_reward_shaping_settings_are_reported(fields, sentence):
     (found,) = RewardShaping(**fields).contradictions()
     assert found.startswith(sentence)
     assert list(RewardShaping().contradictions()) == []

@@ -28,7 +28,7 @@ def micro_batch(columns, **others):
     )
 
 
-def test_metrics_on_policy_and_off_policy(columns_of):
+def test_objective_metrics_match_their_definitions_on_and_off_policy(columns_of):
     logprobs, columns = columns_of(6)
     inside, now = columns["loss_mask"], logprobs.astype(np.float32)
     same = micro_batch(columns, behavior_logprobs=np.where(inside, now, 0).astype(np.float32))
@@ -45,7 +45,7 @@ def test_metrics_on_policy_and_off_policy(columns_of):
     np.testing.assert_allclose(off["entropy"], -now[inside].astype(float).mean())
 
 
-def test_several_micro_batches_count_as_one(columns_of):
+def test_metrics_of_several_micro_batches_equal_those_of_one(columns_of):
     logprobs, columns = columns_of(7)
     now, batch = logprobs.astype(np.float32), micro_batch(columns)
     one = trained_tokens([batch, batch], [now, now])
@@ -55,7 +55,7 @@ def test_several_micro_batches_count_as_one(columns_of):
     )
 
 
-def test_no_tokens_give_no_metrics(columns_of):
+def test_batch_without_trained_tokens_has_no_metrics(columns_of):
     logprobs, columns = columns_of(8)
     idle = micro_batch(columns | {"loss_mask": np.zeros(len(logprobs), bool)})
     assert trained_tokens([], []) is None

@@ -31,7 +31,7 @@ def test_written_events_can_be_read(tmp_path: Path) -> None:
     assert read_events(path)[1] == {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü"}
 
 
-def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_in_events_become_null(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e") as log:
         log.write("step", loss=math.nan, rows=[1.0, -math.inf, (math.nan,)])
     (event,) = read_events(tmp_path / "e")
@@ -39,7 +39,7 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"time":1,"ki', b"x", b"y" * 100_000])
-def test_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) -> None:
+def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "e"
     with EventLog(path) as log:
         log.write("step", step=1)
@@ -51,7 +51,7 @@ def test_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) -> N
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_log_with_only_a_torn_line_is_empty(tmp_path: Path) -> None:
+def test_log_with_only_an_incomplete_line_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "e"
     path.write_bytes(b'{"half')
     assert read_events(path) == []
@@ -60,20 +60,20 @@ def test_log_with_only_a_torn_line_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"time": 1}'])
-def test_damage_before_the_tail_is_reported_with_its_line(tmp_path: Path, line: str) -> None:
+def test_malformed_line_before_the_last_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "e"
     path.write_text(f'{{"kind": "a"}}\n{line}\n{{"kind": "b"}}\n')
     with pytest.raises(ValueError, match="e:2: expected"):
         read_events(path)
 
 
-def test_missing_log_is_an_error(tmp_path: Path) -> None:
+def test_reading_a_missing_event_log_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_events(tmp_path / "none")
 
 
 @pytest.mark.parametrize("sync", list(Sync))
-def test_killed_writer_loses_nothing(tmp_path: Path, sync: Sync) -> None:
+def test_events_written_before_the_writer_is_killed_are_kept(tmp_path: Path, sync: Sync) -> None:
     path = tmp_path / "e"
     code = (
         "import os, pathlib, signal, sys\nfrom pipelinerl.observability.events import EventLog, Sync\n"
@@ -86,7 +86,7 @@ def test_killed_writer_loses_nothing(tmp_path: Path, sync: Sync) -> None:
     assert [event["step"] for event in read_events(path)] == list(range(50))
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+def test_event_log_can_be_closed_twice(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "e")
     log.close()
     log.close()
@@ -94,7 +94,7 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
         log.write("step")
 
 
-def test_each_line_is_one_write(tmp_path: Path) -> None:
+def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
     """A concurrent reader sees whole lines only: the file always ends with a newline."""
     path = tmp_path / "e"
     with EventLog(path) as log:
@@ -106,7 +106,7 @@ def test_each_line_is_one_write(tmp_path: Path) -> None:
 
 
 def _kept_and_written(place: Path, path: Path) -> None:
-    """Records are written in order and whole once there is space, by the next `write` or `close`."""
+    """Check that the first `write` or `close` after space is freed writes all pending records, in order."""
     with EventLog(path) as log:
         log.write("step", step=0)
         small_disk.fill(place)
@@ -150,7 +150,9 @@ def _given_up(place: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("scene", [_kept_and_written, _synced_each, _given_up])
-def test_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Path, Path], None]) -> None:
+def test_event_log_on_a_full_disk_keeps_records_whole_or_raises_after_a_timeout(
+    tmp_path: Path, scene: Callable[[Path, Path], None]
+) -> None:
     if reason := small_disk.why_not(tmp_path):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -168,7 +170,7 @@ def test_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Pa
     assert ended.returncode == 0, ended.stderr
 
 
-def test_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
+def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path)
     assert follower.new() == [], "there is no log yet"
@@ -180,7 +182,7 @@ def test_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> 
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
 
 
-def test_follower_reads_in_pieces_but_long_records_whole(tmp_path: Path) -> None:
+def test_event_follower_reads_in_pieces_without_splitting_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
     path.write_bytes(b"".join(lines))
@@ -191,7 +193,7 @@ def test_follower_reads_in_pieces_but_long_records_whole(tmp_path: Path) -> None
     assert len(list(EventFollower(path).all())) == 4
 
 
-def test_follower_reports_the_position_of_a_malformed_line(tmp_path: Path) -> None:
+def test_event_follower_reports_the_position_of_a_malformed_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"kind":"a"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"events.jsonl, byte 13: expected one JSON object, got b'nonsense'"):

@@ -13,7 +13,7 @@ from pipelinerl.observability.logs import configure
 from pipelinerl.observability.status import labelled_text, prometheus_text
 
 
-def test_prometheus_text() -> None:
+def test_prometheus_text_declares_types_and_escapes_labels() -> None:
     text = labelled_text(
         {"steps_total": {(): 3}, "pause_s": {(("url", 'a"b\\c\n'), ("name", "x")): 0.5, (): 1}, "none": {}},
         prefix="engine",
@@ -33,7 +33,7 @@ def stream() -> io.StringIO:
     return io.StringIO()
 
 
-def test_log_line_has_the_facts_of_the_process(stream: io.StringIO) -> None:
+def test_log_line_contains_run_role_step_and_model_version(stream: io.StringIO) -> None:
     log = configure(run="tiny", role="engine-0", stream=stream)
     logging.getLogger("pipelinerl").info("ready after %d s", 3)
     log.at(step=7, model_version=8)
@@ -49,7 +49,7 @@ def test_log_line_has_the_facts_of_the_process(stream: io.StringIO) -> None:
     assert (second["logger"], second["parameter"]) == ("third.party", "w")
 
 
-def test_exceptions_and_warnings_are_one_line_each(stream: io.StringIO) -> None:
+def test_exceptions_and_warnings_are_logged_as_one_line_each(stream: io.StringIO) -> None:
     configure(run="tiny", role="trainer", stream=stream)
     try:
         raise OSError("disk full")
@@ -63,7 +63,7 @@ def test_exceptions_and_warnings_are_one_line_each(stream: io.StringIO) -> None:
     assert warning["logger"] == "py.warnings"
 
 
-def test_second_configure_replaces_the_first(stream: io.StringIO) -> None:
+def test_second_logging_configuration_replaces_the_first(stream: io.StringIO) -> None:
     configure(run="a", role="x", stream=stream)
     configure(run="b", role="x", stream=stream)
     logging.getLogger("pipelinerl").info("once")

@@ -99,7 +99,7 @@ def test_dashboard_and_alert_files_are_well_formed() -> None:
 @pytest.mark.skipif(
     PROMTOOL is None, reason="Prometheus does not judge rules and queries: promtool (Debian's prometheus) is not here"
 )
-def test_prometheus_accepts_rules_queries_and_text(tmp_path: Path) -> None:
+def test_promtool_accepts_alert_rules_dashboard_queries_and_metrics_text(tmp_path: Path) -> None:
     def judged(*words: str | Path, text: str = "") -> str:
         command = [str(PROMTOOL), "check", *map(str, words)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S)

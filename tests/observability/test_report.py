@@ -71,7 +71,7 @@ def _run(tmp_path: Path, made: list[dict[str, Any]], recipe: str = "") -> Path:
     return tmp_path
 
 
-def test_report_files_are_complete(tmp_path: Path) -> None:
+def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(), "[run]\nname = 'tiny'"))
     assert files.picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert files.picture.stat().st_size > 20_000
@@ -83,7 +83,7 @@ def test_report_files_are_complete(tmp_path: Path) -> None:
     assert "decision" not in text, "the journal's number tells a reader nothing"
 
 
-def test_full_disk_keeps_the_earlier_report(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_earlier_report(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(20)))
     before = files.html.read_bytes(), files.picture.read_bytes()
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -97,7 +97,7 @@ def test_full_disk_keeps_the_earlier_report(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_page_loads_nothing(tmp_path: Path) -> None:
+def test_report_page_loads_no_external_resource(tmp_path: Path) -> None:
     text = write_report(_run(tmp_path, events(40))).html.read_text()
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
@@ -105,13 +105,13 @@ def test_page_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|javascript:", text)
 
 
-def test_page_supports_dark_mode_and_phones() -> None:
+def test_report_page_supports_dark_mode_and_phones() -> None:
     text = render(tell(events(10)), "")
     assert "prefers-color-scheme: dark" in text
     assert "width=device-width" in text
 
 
-def test_text_from_the_run_is_never_markup() -> None:
+def test_report_escapes_text_from_the_run() -> None:
     evil = "<script>alert(1)</script>"
     made: list[Event] = [
         {"kind": "run_started", "run": evil, "elapsed_s": 0.0},
@@ -137,13 +137,13 @@ def test_text_from_the_run_is_never_markup() -> None:
     ],
     ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
 )
-def test_report_of_a_run_that_has_hardly_begun(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+def test_report_can_be_written_for_a_run_with_few_events(tmp_path: Path, made: list[dict[str, Any]]) -> None:
     files = write_report(_run(tmp_path, made))
     Page(files.html.read_text())
     assert files.picture.exists()
 
 
-def test_torn_log_is_reported_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_report_can_be_written_from_a_log_with_a_torn_last_line(tmp_path: Path) -> None:
     folder = _run(tmp_path, events(20))
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')
@@ -179,7 +179,7 @@ def test_summary_shows_accuracy_steps_and_tokens() -> None:
     assert "runs/tiny/report.html" in console.export_text()
 
 
-def test_smoothing_keeps_constants_and_length() -> None:
+def test_smoothing_preserves_constants_and_averages_spikes() -> None:
     series = Series(tuple(map(float, range(200))), (2.0,) * 200)
     assert series.smoothed().y == pytest.approx(series.y)
     spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
@@ -191,12 +191,12 @@ def test_smoothing_keeps_constants_and_length() -> None:
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 7, [0, 2, 4, 6, 8]), (-3, 12, [-5, 0, 5, 10, 15]), (0, 0, [0, 0.2])],
 )
-def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
+def test_chart_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("high", [1e-9, 3.7e-6, 0.3, 17.0, 123456.0, 8e12])
-def test_ticks_cover_ranges_of_any_size(high: float) -> None:
+def test_chart_ticks_cover_ranges_of_any_size(high: float) -> None:
     found = ticks(0.0, high)
     assert found[0] <= 0
     assert found[-1] >= high * (1 - 1e-6)
@@ -208,7 +208,7 @@ def test_ticks_cover_ranges_of_any_size(high: float) -> None:
     [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
      (2.5e6, "2.5M"), (-3e9, "-3G")],
 )  # fmt: skip
-def test_compact_abbreviates_large_numbers(value: float, text: str) -> None:
+def test_compact_format_abbreviates_large_numbers(value: float, text: str) -> None:
     assert compact(value) == text
 
 
@@ -221,7 +221,7 @@ def test_long_series_keeps_its_spikes_in_a_small_file() -> None:
     assert top == pytest.approx(12.0, abs=0.1)  # the frame's upper edge: the spike is there
 
 
-def test_single_point_is_a_dot() -> None:
+def test_series_of_one_point_is_drawn_as_a_dot() -> None:
     drawn = svg(
         Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
     )
@@ -256,7 +256,7 @@ def test_last_evaluation_is_shown_by_domain_and_tag() -> None:
     assert "tag level=<1>" in " ".join(Page(render(history, "")).text)
 
 
-def test_evaluation_of_an_older_run_shows_only_known_fields() -> None:
+def test_evaluation_event_with_missing_fields_shows_only_known_fields() -> None:
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
     ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
@@ -277,7 +277,7 @@ def of_two_sets() -> list[dict[str, Any]]:
     return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
 
 
-def test_evaluation_sets_are_separate_and_the_recipes_first_comes_first() -> None:
+def test_report_lists_evaluation_sets_separately_in_recipe_order() -> None:
     history = tell(of_two_sets())
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
@@ -300,7 +300,7 @@ def step(number: int, *updates: dict[str, float]) -> dict[str, Any]:
     return event | ({"updates": list(updates), "optimizer_steps": float(len(updates))} if updates else {})
 
 
-def test_each_optimizer_step_lies_within_its_step() -> None:
+def test_optimizer_steps_are_charted_at_fractions_of_their_training_step() -> None:
     events = [
         step(1, {"kl_old": 0.0, "clip_fraction": 0.1}, {"kl_old": 0.5, "clip_fraction": 0.2}),
         step(2, {"clip_fraction": 0.3}),
@@ -319,7 +319,7 @@ def history(*steps: dict[str, Any]) -> RunHistory:
     return tell([{"kind": "step", "step": number, "elapsed_s": 1.0, **step} for number, step in enumerate(steps, 1)])
 
 
-def test_means_are_weighted_by_rollouts() -> None:
+def test_domain_means_are_weighted_by_rollouts() -> None:
     words = {"rollouts": 30, "reward": 1.0, "reward.format": 0.5, "accuracy": 1.0, "groups": 3, "stale_groups": 1}
     seldom = {"rollouts": 10, "reward": 0.0, "accuracy": 0.0, "groups": 4, "stale_groups": 0, "verifier_s": 0.004,
               "verified": 10, "verifier_errors": 2}  # fmt: skip
@@ -336,7 +336,7 @@ def test_means_are_weighted_by_rollouts() -> None:
     assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
 
 
-def test_charts_have_a_line_per_domain() -> None:
+def test_domain_charts_have_a_line_per_domain() -> None:
     words = {"accuracy": 0.5, "reward": 0.75}
     steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
     charts = dict(domain_charts(history(*steps)))
@@ -346,11 +346,11 @@ def test_charts_have_a_line_per_domain() -> None:
     assert charts["Entropy, nats per token"].lines[0].series.y == (1.0,)
 
 
-def test_run_without_domains_has_no_rows() -> None:
+def test_run_without_domains_has_no_domain_rows() -> None:
     assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
 
 
-def test_mean_of_nothing_is_none() -> None:
+def test_mean_without_weighted_values_is_none() -> None:
     assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
     assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
 
@@ -365,7 +365,7 @@ def test_control_characters_in_tags_are_escaped() -> None:
     assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"
 
 
-def test_episodes_have_a_row_per_domain_with_their_calls() -> None:
+def test_episode_table_has_a_row_per_domain_with_tool_call_counts() -> None:
     game = {"turns": 2.0, "segments": 1.5, "rollouts": 10, "episodes": 4, "environment_s": 0.5, "calls_parsed": 3}
     later = game | {"turns": 4.0, "tool_errors": 2, "calls_malformed": 1, "episodes": 12, "environment_s": 1.5}
     steps = ({"by_domain": {"game": game, "sums": {"rollouts": 5}}}, {"by_domain": {"game": later}})

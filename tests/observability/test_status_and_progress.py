@@ -62,7 +62,7 @@ STATUS = RunStatus(
 HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
 
 
-def test_line_names_the_evaluated_version_and_the_progress_of_the_next() -> None:
+def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluation() -> None:
     said = line(STATUS)
     assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in said
     going = "evaluating v110 on http://127.0.0.1:4124: 17/64, 2 answers of other versions discarded"
@@ -72,7 +72,7 @@ def test_line_names_the_evaluated_version_and_the_progress_of_the_next() -> None
     assert going in console.export_text()
 
 
-def test_other_evaluation_sets_are_shown_by_name() -> None:
+def test_status_shows_other_evaluation_sets_by_name() -> None:
     other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
     asked = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
     status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=asked)
@@ -87,23 +87,23 @@ def test_other_evaluation_sets_are_shown_by_name() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
-def test_narrow_terminals_do_not_break_the_display(width: int) -> None:
+def test_status_can_be_rendered_on_narrow_terminals(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
 
 
-def test_serving_engines_are_green_and_others_red() -> None:
+def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red() -> None:
     console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
     console.print(render(STATUS, width=120))
     said = console.export_text(styles=True)
     assert "\x1b[32mhealthy" in said and "\x1b[31mlost" in said
 
 
-def test_status_survives_json() -> None:
+def test_run_status_survives_a_json_round_trip() -> None:
     assert RunStatus.from_json(STATUS.to_json()) == STATUS
 
 
-def test_status_of_another_version_is_read() -> None:
+def test_status_with_unknown_fields_can_be_read() -> None:
     status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
     assert (status.run, status.phase, status.last_step.reward, status.fleet.engines) == (
         "x",
@@ -120,7 +120,7 @@ def test_invalid_status_is_rejected(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_block_shows_the_main_figures_at_any_width(width: int) -> None:
+def test_status_block_shows_the_main_figures_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
     shown = console.export_text()
@@ -128,7 +128,7 @@ def test_block_shows_the_main_figures_at_any_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_status_without_figures_is_shown() -> None:
+def test_status_without_figures_can_be_rendered() -> None:
     empty = RunStatus(run="x")
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render(empty, width=100))
@@ -136,7 +136,7 @@ def test_status_without_figures_is_shown() -> None:
     assert "reward –" in line(empty)
 
 
-def test_terminal_shows_a_block_and_is_restored() -> None:
+def test_terminal_shows_the_status_block_and_restores_the_cursor() -> None:
     out = io.StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress:
         progress.show(STATUS)
@@ -144,7 +144,7 @@ def test_terminal_shows_a_block_and_is_restored() -> None:
     assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
 
 
-def test_cursor_returns_after_an_error() -> None:
+def test_terminal_cursor_is_restored_after_an_error() -> None:
     out = io.StringIO()
     with (
         pytest.raises(KeyboardInterrupt),
@@ -155,7 +155,7 @@ def test_cursor_returns_after_an_error() -> None:
     assert "\x1b[?25h" in out.getvalue()
 
 
-def test_pipe_gets_a_line_at_intervals_and_on_news() -> None:
+def test_piped_output_gets_a_line_at_intervals_and_on_a_phase_change() -> None:
     out, now = io.StringIO(), [0.0]
     with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
@@ -170,7 +170,7 @@ def test_pipe_gets_a_line_at_intervals_and_on_news() -> None:
     assert "finished" in lines[-1]
 
 
-def test_sparkline_scales_and_averages() -> None:
+def test_sparkline_scales_values_and_averages_them_to_its_width() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], width=2) == "▁█"
     assert sparkline([5, 5], width=9) == "▁▁"
@@ -223,7 +223,7 @@ def test_domain_figures_and_alarms_are_shown() -> None:
     assert RunStatus.from_json(status.to_json()) == status
 
 
-def test_alarm_is_news_for_a_pipe() -> None:
+def test_piped_output_gets_a_line_when_alarms_change() -> None:
     out = io.StringIO()
     progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
     with progress:

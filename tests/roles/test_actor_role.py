@@ -163,7 +163,7 @@ async def test_actor_claims_no_prompt_order_before_its_controller_answers(
     await stream.close()
 
 
-async def test_service_that_is_no_controller_is_named_and_retried(
+async def test_actor_names_and_retries_a_server_that_is_not_a_controller(
     identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = FastAPI(openapi_url=None)
@@ -199,10 +199,8 @@ def judge(correct=(), completion=""):
 """
 
 
-async def test_verifiers_start_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
-    """They start although no controller has answered. A verifier that cannot start does not affect the others: its
-    verdicts on answers say why it failed.
-    """
+async def test_verifiers_start_with_the_actor_before_its_controller_answers(identity: Identity, tmp_path: Path) -> None:
+    """A verifier that cannot start does not affect the others."""
     for name in ("broken", "math", "code", "filter"):
         (tmp_path / f"{name}.py").write_text(JUDGE)
     domains = tuple(

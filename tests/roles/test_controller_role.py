@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_knobs_that_override_the_recipe_are_named() -> None:
+def test_live_knobs_that_override_the_recipe_are_reported() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -111,7 +111,7 @@ async def test_run_of_separately_started_roles_can_be_resumed(tmp_path: Path, re
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
-async def test_existing_recipe_is_kept(tmp_path: Path, redis_url: str) -> None:
+async def test_controller_keeps_an_existing_recipe_file(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     recipe = config.run_directory / "recipe.toml"
@@ -129,17 +129,17 @@ def test_written_recipe_has_the_address_of_a_remote_stream_server(tmp_path: Path
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
-def test_unwritable_location_does_not_stop_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_checkpoint_location_does_not_stop_a_new_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
     config.run_directory.mkdir()
     controller_role._write_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
-def test_new_run_does_not_replace_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
-    """The new run's first checkpoint would delete copies of later steps, as if it had been resumed from an earlier
-    step.
-    """
+def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
+    """The new run's first checkpoint would delete copies of later steps, as after a resume from an earlier step."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
@@ -198,7 +198,7 @@ async def test_new_run_deletes_the_rollouts_that_a_dead_run_of_its_name_left(tmp
     await stream.close()
 
 
-async def test_replaced_controller_does_not_remove_its_successors_address(tmp_path: Path, redis_url: str) -> None:
+async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
@@ -216,7 +216,7 @@ async def test_replaced_controller_does_not_remove_its_successors_address(tmp_pa
     assert not endpoint.exists()
 
 
-async def test_continued_run_does_not_look_for_a_live_namesake(
+async def test_resumed_run_does_not_wait_for_a_live_run_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
@@ -264,7 +264,7 @@ def test_new_run_gets_a_number_if_its_name_is_taken_at_the_location(config: RunC
     assert controller_role.claim(elsewhere) is True
 
 
-def test_path_is_resumed_in_place(config: RunConfig) -> None:
+def test_run_directory_given_by_path_is_resumed_in_place(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     assert controller_role.directory_of(str(path)) == path
@@ -273,7 +273,7 @@ def test_path_is_resumed_in_place(config: RunConfig) -> None:
     )
 
 
-def test_url_is_restored_as_a_run_directory_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
+def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
     path, store = begun(config)
     (path / "events.jsonl").write_text('{"kind": "run_started"}\n')
     for version in (3, 6):
@@ -288,7 +288,7 @@ def test_url_is_restored_as_a_run_directory_with_checkpoint_recipe_and_events(co
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
 
 
-def test_no_secret_is_copied_or_readable_by_others(config: RunConfig) -> None:
+def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig) -> None:
     url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
     path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
     address = load(path / "recipe.toml").streams.redis_url
@@ -315,7 +315,7 @@ def test_checkpoint_without_a_recipe_uses_the_locations_recipe(config: RunConfig
     assert to_table(load(path / "recipe.toml")) == to_table(config)
 
 
-def test_damaged_copy_is_skipped_and_logged(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_copy_is_skipped_and_logged(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     path, store = begun(config)
     for version in (3, 6):
         store.copy(save(store, version))
@@ -329,7 +329,7 @@ def test_damaged_copy_is_skipped_and_logged(config: RunConfig, caplog: pytest.Lo
     assert [found.name for found in checkpoints_of(config, path).all()] == ["step-000003"]
 
 
-def test_missing_model_is_taken_from_the_checkpoint(config: RunConfig) -> None:
+def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -344,7 +344,7 @@ def test_missing_model_is_taken_from_the_checkpoint(config: RunConfig) -> None:
     assert to_table(moved.model_copy(update={"model": config.model})) == to_table(config), "nothing else has changed"
 
 
-def test_missing_reference_model_is_rejected(config: RunConfig) -> None:
+def test_resume_without_the_reference_model_is_rejected(config: RunConfig) -> None:
     path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -354,14 +354,14 @@ def test_missing_reference_model_is_rejected(config: RunConfig) -> None:
     assert not path.exists()
 
 
-def test_restored_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
+def test_restored_run_without_a_checkpoint_starts_from_the_beginning(config: RunConfig) -> None:
     path, _ = begun(config)
     shutil.rmtree(path)
     assert controller_role.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 
 
-def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
+def test_resume_is_rejected_if_two_places_hold_checkpoints_of_the_run(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
@@ -372,6 +372,6 @@ def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
         controller_role.directory_of(str(path))
 
 
-def test_url_without_a_run_is_rejected(tmp_path: Path) -> None:
+def test_resume_from_a_url_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         controller_role.directory_of(f"file://{tmp_path}/nothing")

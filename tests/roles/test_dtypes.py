@@ -41,14 +41,14 @@ def recipe(path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_missing_in_the_config_is_that_of_most_weight_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtype_missing_from_the_config_is_that_of_most_weight_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     path = directory(tmp_path / "model", dtype, keep="norm")
     assert model_dtype(path).value == str(dtype).removeprefix("torch.")
     loaded = load_model(path, dtype=model_dtype(path).value)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}, "norms in float32 become what it is, too"
 
 
-def test_old_and_nested_configs_name_the_dtype(tmp_path: Path) -> None:
+def test_dtype_is_read_from_old_and_nested_configs(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     for table in ({"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
         (path / "config.json").write_text(json.dumps({"model_type": "x"} | table))
@@ -58,7 +58,7 @@ def test_old_and_nested_configs_name_the_dtype(tmp_path: Path) -> None:
         model_dtype(path)
 
 
-def test_weight_files_are_those_that_the_index_names(tmp_path: Path) -> None:
+def test_weight_files_are_those_named_in_the_index(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
     assert weight_files(path) == [path / "model.safetensors"]

@@ -38,7 +38,9 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in its thread
-async def test_process_ends_when_the_engine_stops_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_process_ends_when_its_engine_stops_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     server = SglangServer(AutoModelForCausalLM.from_pretrained(MODELS / "tiny_speller"), context_length=64)
     with in_thread(create_app(server)) as stock:
@@ -68,15 +70,13 @@ def test_engine_registers_an_address_that_others_can_reach(outward: str) -> None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_unknown_controller_host_ends_the_process_for_a_restart(host: str) -> None:
-    """The engine's own address depends on the route to the controller. A loopback address instead would never be
-    accepted.
-    """
+def test_unknown_controller_host_ends_the_engine_process(host: str) -> None:
+    """The engine's address depends on the route to the controller; a loopback address would never be accepted."""
     with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
 
-def test_invalid_controller_url_is_reported() -> None:
+def test_engine_rejects_an_invalid_controller_url() -> None:
     with pytest.raises(UserError, match=r"must be like http://host:8000, got http://10\.0\.0\.1:port"):
         offered_url(("0.0.0.0", 8001), "http://10.0.0.1:port")
 

@@ -1,4 +1,4 @@
-"""Environments in a recipe: who rewards, contradictory keys, and user code."""
+"""Environments in a recipe: the source of the reward, contradictory keys, and user code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def domain(**fields: Any) -> DomainSection:
     return DomainSection.model_validate(GAME | fields)
 
 
-def test_environment_gives_the_reward_unless_a_verifier_is_named() -> None:
+def test_environment_gives_the_reward_unless_the_recipe_names_a_verifier() -> None:
     assert not list(names_of(domain()))
     assert [name for _, name in names_of(domain(verifier="math_answer"))] == ["math_answer"]
 
@@ -35,7 +35,7 @@ def test_environment_gives_the_reward_unless_a_verifier_is_named() -> None:
         ({"environment": None, "environment_options": {"a": 1}}, "environment_options are arguments of an environment"),
     ],
 )
-def test_contradictory_keys_are_rejected(fields: dict[str, Any], said: str) -> None:
+def test_contradictory_environment_keys_are_rejected(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         domain(**fields)
 
@@ -55,7 +55,7 @@ def test_episodes_with_routing_replay_are_rejected() -> None:
         ("import absent_module", "game.py:1: ModuleNotFoundError"),
     ],
 )
-def test_user_code_that_is_no_environment_is_rejected_with_its_key(code: str, said: str, tmp_path: Path) -> None:
+def test_user_code_that_is_not_an_environment_is_rejected_with_its_key(code: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(code)
     with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))

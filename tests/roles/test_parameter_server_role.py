@@ -31,7 +31,7 @@ from tests.patience import PATIENCE_S
 from tests.weights.parameter_server.test_snapshot_store import save
 
 
-def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
+def test_parameter_server_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"token": TOKEN}))
@@ -58,7 +58,7 @@ def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
         process.wait(PATIENCE_S)
 
 
-def test_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
+def test_weight_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
     """A location may hold versions of another run, or of an earlier run of the same name."""
 
     def store(run: str, directory: str) -> SnapshotStore:
@@ -80,7 +80,7 @@ def test_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
     assert list(store("a", "elsewhere/a").newest()) == [], "begun afresh by the same name"
 
 
-async def test_trainer_publishes_by_the_recipes_transport() -> None:
+async def test_trainer_publishes_weights_by_the_transport_in_the_recipe() -> None:
     def identity(*changes: str) -> Identity:
         return Identity(
             config=load("tiny", changes),

@@ -27,7 +27,7 @@ def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
     )
 
 
-def test_frozen_objects_are_not_collected() -> None:
+def test_frozen_objects_are_skipped_by_the_garbage_collector() -> None:
     program = (
         "import gc, time, torch\n"
         "from pipelinerl.roles.process import freeze_gc\n"
@@ -40,7 +40,7 @@ def test_frozen_objects_are_not_collected() -> None:
     assert float(done.stdout) < 0.1, done.stderr
 
 
-def test_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps({"token": "secret"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "other")
@@ -58,7 +58,7 @@ def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
 )
-def test_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
+def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
     """An empty file, or a missing one, must never mean "no token", which would disable authentication."""
     file = tmp_path / "tokens.json"
     file.write_text(content, errors="surrogateescape")
@@ -84,7 +84,7 @@ def test_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
         (ExceptionGroup("", [RecipeError("a"), ValueError("b")]), 1, '"message": "ValueError: b"'),
     ],
 )
-def test_error_determines_the_exit_status_and_the_message(
+def test_role_error_determines_the_exit_status_and_the_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, said: str
 ) -> None:
     async def role(_: Identity) -> None:
@@ -115,9 +115,7 @@ def test_signal_ends_a_role_after_cleanup_with_a_failure_status(tmp_path: Path, 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
-    """While a role imports torch, its event loop does not run, and signal handlers of the loop would act only seconds
-    later.
-    """
+    """While a role imports torch, its event loop does not run, so the loop's signal handlers would act seconds late."""
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -154,7 +152,7 @@ async def test_password_of_the_embedded_server_is_read_from_the_servers_data(tmp
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:notaport/0", "redis://127.0.0.1:99999/0", ""])
-async def test_invalid_addresses_are_reported(tmp_path: Path, url: str) -> None:
+async def test_invalid_redis_address_is_rejected_without_revealing_the_password(tmp_path: Path, url: str) -> None:
     (tmp_path / "redis").mkdir()
     (tmp_path / "redis" / "password").write_text("secret")
     with pytest.raises(AddressError) as refused:

@@ -42,20 +42,20 @@ def run(role: Role, words: list[str]) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_arguments_parse_back_to_the_same_options() -> None:
+def test_role_arguments_parse_back_to_the_same_options() -> None:
     judge, calls = parsed()
     run(judge, judge.arguments(GIVEN, domain=["a", "b"]))
     assert calls == [(GIVEN, ["a", "b"])]
 
 
-def test_a_command_without_arguments_has_the_defaults_of_its_role() -> None:
+def test_role_command_without_arguments_has_the_roles_defaults() -> None:
     judge, calls = parsed()
     run(judge, ["judge"])
     assert calls == [(RoleOptions(name="judge-0", port=9000), None)]
     assert judge.numbered(4) == "judge-4"
 
 
-def test_options_that_a_role_does_not_take_are_left_out_of_its_arguments() -> None:
+def test_role_arguments_omit_options_that_the_role_does_not_take() -> None:
     judge, _ = parsed(takes=frozenset({"recipe", "changes"}))
     words = judge.arguments(GIVEN, domain=None)
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]

@@ -37,7 +37,7 @@ def _fed_to(live: LiveRun) -> int:
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
-@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a short form that kills other roles too
+@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a faster test that kills other roles too
 def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
     """Each step of the run, including the last, is in the event files exactly once."""
     directory = tmp_path / "run"
@@ -57,7 +57,7 @@ def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
     assert [each["name"] for each in deaths] == ["tracker"]
 
 
-def test_full_disk_loses_no_metric(tmp_path: Path) -> None:
+def test_tracker_on_a_full_disk_loses_no_metric(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     if reason := small_disk.why_not(place):
         pytest.skip(f"no small disk can be mounted here: {reason}")
@@ -174,7 +174,7 @@ def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_name
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_unreachable_server_loses_no_metric(tmp_path: Path, package: str) -> None:
+def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str) -> None:
     """The server may be unreachable from the start or fail later; each step is logged once the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
@@ -220,7 +220,7 @@ def test_trackers_named_in_the_recipe_are_opened() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_no_password_of_the_recipe_reaches_a_tracker(
+def test_passwords_are_removed_from_the_recipe_that_a_tracker_gets(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Trackers upload the recipe to third-party servers, whichever key holds the address."""

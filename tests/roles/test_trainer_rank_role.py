@@ -25,14 +25,14 @@ def rank(save_s: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_rank_survives_sigterm_until_rank_0_has_saved() -> None:
+def test_trainer_rank_survives_sigterm_until_rank_0_has_saved() -> None:
     process = rank(3600.0)
     said, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
     assert (said, process.returncode) == ("still here\n", 0)
 
 
 @pytest.mark.parametrize(("save_s", "again", "status"), [(0.05, False, 143), (3600.0, True, -signal.SIGTERM)])
-def test_rank_ends_after_its_save_deadline_or_a_second_signal(save_s: float, again: bool, status: int) -> None:
+def test_trainer_rank_ends_after_its_save_deadline_or_a_second_signal(save_s: float, again: bool, status: int) -> None:
     process = rank(save_s)
     if again:
         assert process.stdin is not None and process.stdout is not None

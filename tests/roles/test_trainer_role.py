@@ -23,7 +23,7 @@ def test_loop_settings_have_the_models_vocabulary_size() -> None:
     assert loop_settings(load("tiny")).vocab_size == 57
 
 
-def test_publisher_follows_the_recipe(tmp_path: Path) -> None:
+def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) -> None:
     identity = Identity(
         config=load("tiny", ["weights.timeout_s=900"]),
         run_dir=tmp_path,
@@ -40,7 +40,7 @@ def test_publisher_follows_the_recipe(tmp_path: Path) -> None:
         publisher_of(pulled, EngineClient(), stream)
 
 
-def test_samples_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
+def test_sample_log_follows_the_recipe(tmp_path: Path) -> None:
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     samples = samples_of(identity)

@@ -82,7 +82,7 @@ async def serving(made: Identity, controller: Controller) -> AsyncIterator[tuple
         await asyncio.gather(role, return_exceptions=True)
 
 
-async def test_service_is_leased_judges_and_leaves_when_drained(tmp_path: Path) -> None:
+async def test_verifier_service_takes_a_lease_judges_and_leaves_when_drained(tmp_path: Path) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         made = identity(tmp_path, url)
@@ -100,7 +100,7 @@ async def test_service_is_leased_judges_and_leaves_when_drained(tmp_path: Path) 
         assert controller.leases == {}
 
 
-async def test_stopped_service_withdraws_its_lease(tmp_path: Path) -> None:
+async def test_stopped_verifier_service_withdraws_its_lease(tmp_path: Path) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         async with serving(identity(tmp_path, url), controller) as (_, role):
@@ -109,7 +109,7 @@ async def test_stopped_service_withdraws_its_lease(tmp_path: Path) -> None:
             assert role.done() and controller.leases == {}
 
 
-async def test_service_without_the_required_sandbox_does_not_start(
+async def test_verifier_service_without_the_required_sandbox_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -120,12 +120,12 @@ async def test_service_without_the_required_sandbox_does_not_start(
         await verifier_role.run(identity(tmp_path, "", verifier="oubliette"))
 
 
-async def test_domain_missing_from_the_recipe_is_named(tmp_path: Path) -> None:
+async def test_verifier_service_rejects_a_domain_that_the_recipe_lacks(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--domain must be one of words; got maths"):
         await verifier_role.run(identity(tmp_path, ""), only=["maths"])
 
 
-def test_digests_of_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> None:
+def test_verifier_rules_digest_changes_only_with_settings_that_affect_verdicts(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()
@@ -142,7 +142,9 @@ def test_digests_of_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> N
     ("verifier", "kept"),
     [("math_answer", True), ("instruction_following", True), ("oubliette", True), (None, False)],
 )
-async def test_verdicts_of_deterministic_verifiers_are_cached(tmp_path: Path, verifier: str | None, kept: bool) -> None:
+async def test_only_verdicts_of_deterministic_verifiers_are_cached(
+    tmp_path: Path, verifier: str | None, kept: bool
+) -> None:
     (section,) = identity(tmp_path, "", verifier=verifier).config.domains
     served = served_domain(section, budget=None)
     await served.verifier.close()

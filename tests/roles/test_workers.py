@@ -1,6 +1,4 @@
-"""The workers for policy, critic and reference in one process: bit-exact resumption, and errors that name the
-worker.
-"""
+"""The workers for policy, critic and reference in one process: bit-exact resumption, and errors with their names."""
 
 from __future__ import annotations
 
@@ -128,7 +126,7 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: R
     again.close()
 
 
-def test_every_key_of_the_recipe_reaches_the_backend() -> None:
+def test_every_trainer_key_of_the_recipe_reaches_the_backend() -> None:
     trainer = {"type": "torch", "precision": "bf16", "device": "cuda", "gradient_checkpointing": True}
     trainer |= {"memory_share": 0.5}
     config = config_of(
@@ -222,9 +220,7 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path
 
 
 def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
-    """Make groups for step `step`, whose rollouts began at version `oldest` and have tokens of each version up to the
-    step's.
-    """
+    """Make groups for step `step`: rollouts begun at version `oldest`, with tokens of each version up to `step`."""
     versions = range(oldest, step + 1)
     made = []
     for each in groups(step):
@@ -265,7 +261,7 @@ def sampling(config: RunConfig) -> RunConfig:
     )
 
 
-def test_weights_of_earlier_versions_are_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
+def test_weight_history_is_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     step = first.step()

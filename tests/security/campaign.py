@@ -20,7 +20,7 @@ from tests.security.fuzzer import requests
 from tests.security.servers import TOKEN, application
 from tests.security.waiting import Stall, Waiting
 
-#: Error codes above status 499 that are no failure of this server: they blame another party or announce a shutdown.
+#: Error codes with a status of 500 or more that are not failures: they blame another party or announce a shutdown.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
 #: Seconds. A request that is unanswered for longer is waiting for other parties.
 _WAITS_FOR_OTHERS_S: Final = 1.0
@@ -64,8 +64,10 @@ class _Asked:
 
 
 async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    """Send `count` fuzzed requests to a server of `FUZZED` in its own process; compare its memory after a quarter of
-    them and at the end.
+    """Send `count` fuzzed requests to a server in its own process; compare its memory after a quarter and at the end.
+
+    Args:
+        server: one of `FUZZED`.
     """
     for name in ("server", "idle", "routes"):
         (directory / name).mkdir()

@@ -21,9 +21,7 @@ from tests.security.servers import TOKEN, application
 
 @asynccontextmanager
 async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
-    """Yield the server's application. A controller's application comes with its running service, which journals and
-    acts.
-    """
+    """Yield the server's application; for a controller, its service runs too."""
     if server.endswith("engine"):
         import_module("torch")  # real engines import it too; otherwise the first join would stall
     if server != "controller":

@@ -58,7 +58,6 @@ def _lost(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return the file damaged as a whole, and a description."""
     at = draw.randrange(len(before))
     texts = {
         "deep": _DEEP.encode(),

@@ -18,7 +18,7 @@ def connect(url: str) -> socket.socket:
 
 
 def say(connection: socket.socket, data: bytes) -> None:
-    """Send the data. Ignore that the server has closed: its answer is then already there."""
+    """Send the data; if the server has closed the connection, its answer has already arrived."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(data)
 

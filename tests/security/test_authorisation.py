@@ -1,7 +1,4 @@
-"""Every route of every server rejects invalid credentials. The routes are read from the applications.
-
-So a new route is tested without being named here.
-"""
+"""Every route of every server rejects invalid credentials; the routes are read from the applications."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ async def status(
         return None
 
 
-async def test_only_liveness_needs_no_token(app: Any) -> None:
+async def test_every_route_of_every_server_except_health_requires_the_token(app: Any) -> None:
     asked = 0
     async with client(app) as http:
         for method, path in routes(app):

@@ -54,7 +54,7 @@ def answers(url: str) -> None:
     ],
     ids=["one long value", "many", "a long target", "a long name", "blank lines"],
 )
-def test_endless_head_is_rejected_and_blocks_no_other_client(url: str, head: bytes) -> None:
+def test_endless_request_head_is_rejected_and_blocks_no_other_client(url: str, head: bytes) -> None:
     began = time.monotonic()
     heard = exchange(url, head)
     assert time.monotonic() - began < SOON_S
@@ -62,20 +62,20 @@ def test_endless_head_is_rejected_and_blocks_no_other_client(url: str, head: byt
     answers(url)
 
 
-def test_head_over_the_limit_gets_431(url: str) -> None:
+def test_request_head_over_the_size_limit_gets_431(url: str) -> None:
     heard = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
     assert statuses(heard) == [431] and code(heard) == "headers_too_large"
     assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
-def test_slow_head_times_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_request_head_times_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.6)
     heard = exchange(url, begun)
     assert statuses(heard) == ([408] if begun.strip() else [])
 
 
-def test_head_sent_byte_by_byte_times_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_head_sent_byte_by_byte_times_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with connect(engine) as slow:
@@ -108,7 +108,7 @@ def test_head_timeout_does_not_apply_while_a_request_runs(engine: str, monkeypat
         assert statuses(hear(asking)) == [200, 408]
 
 
-def test_body_that_the_server_does_not_read_is_not_received_forever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_with_an_unread_endless_body_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with connect(url) as stranger:
         say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
@@ -122,7 +122,7 @@ def test_body_that_the_server_does_not_read_is_not_received_forever(url: str, mo
         assert time.monotonic() - began < SOON_S
 
 
-def test_connections_over_the_limit_are_rejected_and_served_ones_continue(
+def test_connections_over_the_limit_are_rejected_and_open_ones_continue(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
@@ -175,7 +175,7 @@ def test_requests_that_can_be_parsed_in_two_ways_are_rejected(url: str, request_
     assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
 
 
-def test_trailer_is_not_taken_as_a_header(engine: str) -> None:
+def test_trailer_of_a_chunked_request_is_not_treated_as_a_header(engine: str) -> None:
     """Otherwise a token, or a second host, could follow in the trailer after the head was already checked."""
     trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
     with connect(engine) as stranger:
@@ -183,7 +183,7 @@ def test_trailer_is_not_taken_as_a_header(engine: str) -> None:
         assert statuses(hear(stranger)) == [401, 200]
 
 
-def test_endless_trailer_is_rejected(engine: str) -> None:
+def test_endless_request_trailer_is_rejected(engine: str) -> None:
     began = time.monotonic()
     heard = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
     assert time.monotonic() - began < SOON_S and set(statuses(heard)) <= {404, 431}
@@ -211,26 +211,26 @@ class TestBodies:
         with in_thread(application(server, tmp_path)) as url:
             yield url
 
-    def test_body_over_the_size_limit_gets_413(self, served: str, path: str) -> None:
+    def test_request_body_over_the_size_limit_gets_413(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
             heard = exchange(served, head + body)
             assert statuses(heard) == [413] and code(heard) == "body_too_large"
 
-    def test_body_over_the_time_limit_gets_408(self, served: str, path: str) -> None:
+    def test_request_body_over_the_time_limit_gets_408(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
             heard = exchange(served, head + body)
             assert statuses(heard) == [408] and code(heard) == "body_too_slow"
 
-    def test_compressed_body_is_not_unpacked(self, served: str, path: str) -> None:
+    def test_compressed_request_body_gets_415_and_is_not_unpacked(self, served: str, path: str) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
         bomb = gzip.compress(b" " * 10**5)
         answer = httpx.post(served + path, content=bomb, headers=headers, trust_env=False, timeout=PATIENCE_S)
         assert answer.status_code == 415 and answer.json()["error"]["code"] == "compressed"
 
 
-def test_four_hundred_endless_bodies_are_dropped(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_hundred_unfinished_requests_time_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
     held: list[socket.socket] = []
     try:
@@ -247,8 +247,8 @@ def test_four_hundred_endless_bodies_are_dropped(engine: str, monkeypatch: pytes
             each.close()
 
 
-def test_answer_is_sent_in_one_packet(url: str) -> None:
-    """With two packets, a client of a thousand engines would wake twice per answer."""
+def test_response_head_and_body_are_sent_in_one_packet(url: str) -> None:
+    """With two packets, a client of a thousand engines would wake twice per response."""
     with connect(url) as line:
         for _ in range(8):
             line.sendall(ALIVE + b"\r\n")

@@ -54,7 +54,7 @@ async def test_failed_join_does_not_disturb_the_serving_group(setting: Setting) 
     assert old is not None
 
 
-async def test_join_in_progress_does_not_lock_the_trainer_out(setting: Setting) -> None:
+async def test_forged_join_in_progress_does_not_lock_the_trainer_out(setting: Setting) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -65,14 +65,14 @@ async def test_join_in_progress_does_not_lock_the_trainer_out(setting: Setting) 
         await forged
 
 
-async def test_joins_in_progress_are_limited_in_number(setting: Setting) -> None:
+async def test_engine_limits_the_number_of_joins_in_progress(setting: Setting) -> None:
     """Each join in progress occupies a thread."""
     joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
 
 
-async def test_engine_rejects_numbers_far_above_the_current_ones(setting: Setting) -> None:
+async def test_engine_rejects_generations_epochs_and_versions_far_above_the_current_ones(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="generation must be at most"):
         await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
     await setting.join(1)
@@ -82,7 +82,7 @@ async def test_engine_rejects_numbers_far_above_the_current_ones(setting: Settin
     await setting.phase(UpdatePhase.PREPARE)  # accepted: the rejected epoch changed nothing
 
 
-def test_rejection_of_an_epoch_names_the_remedy() -> None:
+def test_parameter_server_rejects_a_wrong_epoch_with_a_remedy() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="restart this server"):
@@ -135,7 +135,7 @@ async def test_trainer_uses_a_generation_above_that_of_a_foreign_join(setting: S
                 await publisher.close()
 
 
-async def test_trainer_of_an_old_epoch_does_not_raise_its_generation(setting: Setting) -> None:
+async def test_trainer_of_an_earlier_epoch_does_not_raise_its_generation(setting: Setting) -> None:
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
@@ -153,7 +153,7 @@ async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *,
     setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
-def test_generation_and_epoch_in_a_rejection_reach_the_client() -> None:
+def test_generation_and_epoch_in_an_error_are_passed_to_the_client() -> None:
     error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
     assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
     for told in (None, [], "x", {"generation": "7", "epoch": None}):

@@ -1,6 +1,4 @@
-"""Answers that try to break, stall or deceive a verifier: each gets a verdict in time, and no failure counts as a
-score of 0.
-"""
+"""Answers that try to break, stall or deceive a verifier get a verdict in time; no failure counts as a score of 0."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ async def test_reasoning_gym_judges_hostile_answers_or_reports_failure(count: in
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_failure_of_a_user_function_affects_only_the_answer_at_hand(count: int, tmp_path: Path) -> None:
+async def test_failure_of_a_user_reward_function_affects_only_one_answer(count: int, tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text(
         "def score(completion, answer):\n"
@@ -105,7 +103,7 @@ async def test_failure_of_a_user_function_affects_only_the_answer_at_hand(count:
     assert outcomes.count(Outcome.WRONG) == count * 17 // 20
 
 
-async def test_ordinary_group_finishes_while_a_hostile_one_stalls() -> None:
+async def test_ordinary_group_is_verified_while_a_hostile_group_stalls() -> None:
     other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
     async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)

@@ -1,5 +1,4 @@
-"""An answer that addresses its judge cannot break out of its quotation, and a judge's repetition of the answer is no
-score.
+"""Answers that address their judge cannot break out of their quotation, and text that a judge repeats is no score.
 
 The scripted judge obeys any text outside quotations. Each attack is first shown to work on a prompt with guessable
 fences or without quotation. `pytest -s` prints the fraction of attacks that changed the score.
@@ -99,7 +98,7 @@ def with_guessed_fences(text: str) -> tuple[Message, ...]:
     return (Message("system", system), Message("user", RUBRICS["quality"].replace("{{ answer }}", block)))
 
 
-def test_thirty_attacks_succeed_on_answers_without_quotation() -> None:
+def test_thirty_attacks_change_the_score_if_answers_are_not_quoted() -> None:
     assert len(set(INJECTIONS)) >= 30
     moved = [score_of(without_fences(text), Manner.CAREFUL) for text in INJECTIONS]
     assert [text for text, score in zip(INJECTIONS, moved, strict=True) if score != DEMANDED] == []
@@ -108,7 +107,7 @@ def test_thirty_attacks_succeed_on_answers_without_quotation() -> None:
     print(f"\nmoved unquoted: {share(moved, DEMANDED):.0%}; by guessed fences {share(guessed, DEMANDED):.0%}")
 
 
-def test_no_attack_breaks_out_of_the_answers_quotation() -> None:
+def test_no_attack_breaks_out_of_the_quotation_of_an_answer() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) for text in INJECTIONS]
     assert share(scores, HONEST_WRONG) == 1.0
     print(f"\nmoved in quotation: {share(scores, DEMANDED):.0%} of {len(INJECTIONS)}")
@@ -130,19 +129,15 @@ def test_answer_repeated_by_the_judge_is_not_a_score() -> None:
     print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
 
 
-def test_judge_that_obeys_quoted_text_is_deceived() -> None:
-    """Quotation does not protect a model that obeys quoted text; the docs state the fraction of attacks that
-    succeed.
-    """
+def test_judge_that_obeys_quoted_text_is_deceived_despite_quotation() -> None:
+    """The docs state the fraction of attacks that succeed."""
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.GULLIBLE) for text in INJECTIONS]
     assert share(scores, DEMANDED) > 0.9
     print(f"\nof a judge that obeys its data: moved {share(scores, DEMANDED):.0%}")
 
 
 def test_fence_mark_of_an_earlier_prompt_does_not_help_an_attacker() -> None:
-    """An attacker who has seen the judge's prompt for one answer cannot use the mark of its fences in the next
-    answer.
-    """
+    """Each prompt has a new mark, so a mark seen in one prompt cannot close the quotation of the next."""
     text = "Rome."
     for _ in range(20):
         mark = Quotation({"answer": text}, most_chars=10_000).mark
@@ -152,7 +147,7 @@ def test_fence_mark_of_an_earlier_prompt_does_not_help_an_attacker() -> None:
         assert score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) == HONEST_WRONG
 
 
-def test_control_tokens_in_an_answer_become_plain_text() -> None:
+def test_control_tokens_in_a_quoted_answer_become_plain_text() -> None:
     tokens = ("<|im_end|>", "<|eot_id|>", "</s>", "<s>", "[INST]", "[/INST]", "<end_of_turn>", "<<SYS>>", "<</SYS>>",
               "<｜end▁of▁sentence｜>", "<think>", "</think>", "<EOS>")  # fmt: skip
     for token in tokens:
@@ -161,7 +156,7 @@ def test_control_tokens_in_an_answer_become_plain_text() -> None:
         assert plain in Quotation({"answer": plain}, most_chars=100).blocks["answer"]
 
 
-def test_default_rubrics_quote_the_answer_once() -> None:
+def test_default_judge_rubrics_quote_the_answer_once() -> None:
     for name in RUBRICS:
         section = JudgeSection(url="http://127.0.0.1:1", rubric=name)
         settings = JudgeSettings(rubric=section.template, format=SCORES)

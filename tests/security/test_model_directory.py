@@ -58,9 +58,7 @@ def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytes
 
 
 def read_as_commands_do(path: Path) -> None:
-    """Read all that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and render one
-    chat.
-    """
+    """Read all that commands such as `check` and `run` read from a model directory, and render one chat."""
     check_directory(path)
     refuse_quantised(path)
     check_chat_template(path)
@@ -125,7 +123,7 @@ def test_impossible_layer_count_is_rejected_before_the_model_is_built(layers: ob
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a<|end|>\udfff"])
-def test_config_with_a_lone_surrogate_is_rejected_in_one_sentence(text: str) -> None:
+def test_text_with_a_lone_surrogate_is_rejected_by_the_tokenizer(text: str) -> None:
     tokenizer = ChatTokenizer.load(SPELLER)
     for encode in (lambda: tokenizer.encode_chat([Message("user", text)]), lambda: tokenizer.encode(text)):
         with pytest.raises(ModelError, match="half of a character"):

@@ -67,7 +67,7 @@ def modules_of(app: Any) -> set[str]:
     return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
 
 
-def test_every_application_is_attacked(tmp_path: Path) -> None:
+def test_every_application_is_attacked_by_security_tests(tmp_path: Path) -> None:
     attacked: set[str] = set()
     for server in SERVERS:
         place = tmp_path / server.replace(" ", "-")
@@ -79,19 +79,19 @@ def test_every_application_is_attacked(tmp_path: Path) -> None:
     assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
 
 
-def test_every_module_serves_behind_the_gate() -> None:
+def test_no_module_serves_without_the_authorisation_gate() -> None:
     assert not (found := list(other_ways(product()))), "\n".join(found)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_every_application_has_the_gate(server: str, tmp_path: Path) -> None:
+def test_every_application_has_the_authorisation_gate(server: str, tmp_path: Path) -> None:
     """`guard` marks an application as gated; `serve_until` serves an application without a token only on loopback."""
     guarded: Any = application(server, tmp_path)
     assert guarded.state.guarded is True
 
 
-def test_new_server_would_be_detected() -> None:
+def test_new_server_outside_the_security_tests_is_detected() -> None:
     page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
     assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
     metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")

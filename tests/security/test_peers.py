@@ -37,7 +37,7 @@ PIECES = LAYOUT.pieces(BUCKET_BYTES)
 AGREEMENT = LAYOUT.agreement(BUCKET_BYTES).encode()
 
 Draw = np.random.Generator
-#: What rank 0 announces, and the bytes of each piece that it sends afterwards. None means that it leaves the group.
+#: Rank 0's announcement, and the bytes of each piece that it sends afterwards. None means that it leaves the group.
 Attack = tuple[bytes | None, list[bytes | None]]
 
 
@@ -146,7 +146,7 @@ def peers() -> Iterator[Peers]:
 
 
 async def answered(peers: Peers, cases: range) -> Counter[str]:
-    """Return how often each case ended how. Honest updates in between show that the engine still accepts them."""
+    """Return the count of each outcome; honest updates in between show that the engine still accepts updates."""
     target, ended = peers.setting.target, Counter[str]()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
     for case in cases:
@@ -184,7 +184,7 @@ async def test_old_weights_serve_after_updates_by_many_hostile_peers(
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
 
 
-async def test_next_group_forms_after_the_forking_process_is_killed(peers: Peers) -> None:
+async def test_next_weight_group_forms_after_the_forking_process_is_killed(peers: Peers) -> None:
     peers.nursery.kill()
     peers.nursery.wait()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED

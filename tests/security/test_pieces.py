@@ -29,7 +29,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_wrong_piece_lengths_are_rejected_before_the_first_piece(setting: Setting) -> None:
+async def test_wrong_weight_piece_lengths_are_rejected_before_the_first_piece(setting: Setting) -> None:
     """Gloo throws in its own thread if a piece is longer than the receiver expects, which would end the process."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
@@ -41,7 +41,7 @@ async def test_wrong_piece_lengths_are_rejected_before_the_first_piece(setting: 
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_different_manifest_for_the_prepared_version_is_rejected(setting: Setting) -> None:
+async def test_second_prepare_of_a_version_with_other_settings_is_rejected(setting: Setting) -> None:
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
@@ -50,8 +50,8 @@ async def test_different_manifest_for_the_prepared_version_is_rejected(setting: 
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_prepare_that_is_aborted_before_a_broadcast_ends_without_its_peers(setting: Setting) -> None:
-    """The engine has entered no collective yet, so it need not wait for a peer to leave."""
+async def test_prepare_aborted_before_a_broadcast_ends_without_waiting_for_peers(setting: Setting) -> None:
+    """The engine has not entered a collective, so it does not wait for a peer to leave."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
@@ -74,7 +74,7 @@ class _Deaf(Recording):
         return await super().request_weight_update(url, request)
 
 
-async def test_lost_prepare_delays_no_other_engine() -> None:
+async def test_engine_that_misses_prepare_does_not_delay_other_engines() -> None:
     """In gloo's tree, other engines would wait for the lost one for a third of the publication's time."""
     with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
         urls = [first, second, third]

@@ -20,9 +20,7 @@ CONTEXT: Final = VersionRunner.context_length
 
 
 class SlowTokenizer:
-    """A tokenizer that finishes a text only on command, as slowly as a real tokenizer with megabytes. It counts the
-    texts.
-    """
+    """A tokenizer that counts texts and finishes one only on command, like a real tokenizer on megabytes of text."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -77,7 +75,7 @@ async def test_text_longer_than_the_context_is_rejected_before_tokenising(
     assert tokenizer.texts == 0
 
 
-async def test_other_requests_continue_while_a_long_text_is_tokenised(
+async def test_other_requests_complete_while_a_long_text_is_tokenised(
     served: tuple[BatchingEngine, SlowTokenizer],
 ) -> None:
     engine, tokenizer = served
@@ -90,7 +88,7 @@ async def test_other_requests_continue_while_a_long_text_is_tokenised(
     assert (await long).choices
 
 
-async def test_engine_closes_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+async def test_engine_can_close_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
     engine, tokenizer = served
     asking = [asyncio.create_task(engine.complete(asked("a"))) for _ in range(3)]
     while not tokenizer.texts:

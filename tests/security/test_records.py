@@ -50,7 +50,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 @pytest.mark.parametrize("payload", [NO_TEXT, DEEP, b"", b"\xc1", b"\x00" * 100])
-def test_bytes_that_are_no_message_raise_a_decode_error(payload: bytes) -> None:
+def test_bytes_that_are_not_a_message_raise_a_decode_error(payload: bytes) -> None:
     for decode in (decode_report, decode_directive):
         with pytest.raises(msgspec.DecodeError):
             decode(payload)
@@ -72,7 +72,7 @@ def _sealed(kind: Kind, header: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("index", [-1, 2**53, 2**62])
-def test_group_index_without_an_order_raises_a_record_error(index: int) -> None:
+def test_impossible_group_index_raises_a_record_error(index: int) -> None:
     with pytest.raises(RecordError, match="index"):
         decode_group(encode_group(dataclasses.replace(group(1), index=index)))
 
@@ -87,7 +87,7 @@ def test_group_with_impossible_versions_raises_a_record_error() -> None:
             decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
 
 
-async def test_trainer_skips_groups_without_an_order() -> None:
+async def test_trainer_skips_groups_far_beyond_the_issued_orders() -> None:
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
@@ -101,7 +101,7 @@ async def test_trainer_skips_groups_without_an_order() -> None:
     assert await stream.length(DEAD_LETTERS) == 4
 
 
-async def test_hostile_reports_do_not_end_the_controller(run: Running) -> None:
+async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None:
     await run.start()
     forged = [
         OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(trained=1, beyond=[2**62])),
@@ -132,7 +132,7 @@ def _there(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
-async def test_unreadable_journal_is_ignored(entry: bytes) -> None:
+async def test_unreadable_controller_journal_is_ignored(entry: bytes) -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -161,7 +161,7 @@ async def test_author_of_a_knob_change_is_limited_in_length(run: Running) -> Non
     assert refused.status_code == 422 and run.controller.state.knob_log == []
 
 
-async def test_author_with_a_lone_surrogate_is_rejected(run: Running) -> None:
+async def test_engine_name_with_a_lone_surrogate_is_rejected(run: Running) -> None:
     """JSON can contain a lone surrogate, which cannot be encoded as UTF-8."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -67,7 +67,7 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_report_with_a_wrong_account_ends_neither_the_controller_nor_its_successor(
+async def test_report_with_a_wrong_account_becomes_a_dead_letter_and_changes_nothing(
     run: Running, forged: ControlMessage
 ) -> None:
     await run.start()
@@ -84,7 +84,7 @@ async def test_report_with_a_wrong_account_ends_neither_the_controller_nor_its_s
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_answers_to_questions_never_asked_do_not_end_an_evaluation(tmp_path: Path) -> None:
+async def test_answers_to_problems_never_issued_do_not_end_an_evaluation(tmp_path: Path) -> None:
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
@@ -98,10 +98,8 @@ async def test_answers_to_questions_never_asked_do_not_end_an_evaluation(tmp_pat
         assert run.controller.state.evaluations.current is evaluation and evaluation.answers == {}
 
 
-async def test_failed_decision_is_rolled_back(run: Running) -> None:
-    """An unforeseen report whose decision fails becomes a dead letter, and the part of the decision already made is
-    undone.
-    """
+async def test_failed_controller_decision_is_rolled_back(run: Running) -> None:
+    """The report becomes a dead letter, and the part of the decision already made is undone."""
     await run.start()
     decide = run.controller.decide
 
@@ -120,7 +118,6 @@ async def test_failed_decision_is_rolled_back(run: Running) -> None:
 
 
 def _hostile(draw: random.Random, kind: Any) -> Any:
-    """Return a hostile value of the given field type."""
     if kind is int:
         return draw.choice(_NUMBERS)
     if kind is float:
@@ -156,10 +153,8 @@ def _message(draw: random.Random, kind: Any) -> Any:
     return kind(**drawn)
 
 
-async def test_no_report_makes_the_controller_fail(run: Running) -> None:
-    """Two thousand reports of all kinds, with fields as hostile as their types allow, are rejected or decided. The
-    seed is 0.
-    """
+async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None:
+    """Each of 2000 reports, with fields as hostile as their types allow, is either rejected or decided."""
     await run.start()
     await run.tell(step(1))
     draw, controller = random.Random(0), run.controller
@@ -176,7 +171,7 @@ async def test_no_report_makes_the_controller_fail(run: Running) -> None:
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_order_of_an_unreadable_group_is_reported_as_failed() -> None:
+async def test_prompt_order_of_an_unreadable_group_is_reported_as_failed() -> None:
     """Otherwise the order would stay in flight until no other group is left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)

@@ -38,7 +38,7 @@ def with_streams(url: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_public_report_has_no_password(url: str, tmp_path: Path) -> None:
+def test_public_report_omits_the_redis_password(url: str, tmp_path: Path) -> None:
     save(with_streams(url), tmp_path / "recipe.toml")
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", elapsed_s=0.0, run="tiny", knobs={})
@@ -62,7 +62,7 @@ def test_printed_recipe_hides_the_password_and_the_saved_recipe_is_private(url: 
     assert kept is not None and kept.get_secret_value() == url
 
 
-def test_error_for_an_invalid_address_does_not_show_its_password() -> None:
+def test_error_for_an_invalid_redis_address_omits_its_password() -> None:
     for wrong in (f"http://:{PASSWORD}@host", [f"redis://:{PASSWORD}@host"], {"url": f"redis://:{PASSWORD}@host"}):
         with pytest.raises(RecipeError) as refused:
             parse({"streams": {"redis_url": wrong}})
@@ -70,13 +70,13 @@ def test_error_for_an_invalid_address_does_not_show_its_password() -> None:
 
 
 @pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
-async def test_error_for_an_unreachable_server_does_not_show_its_password(url: str) -> None:
+async def test_error_for_an_unreachable_stream_server_omits_its_password(url: str) -> None:
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")
     assert PASSWORD not in str(refused.value)
 
 
-def test_log_lines_have_no_password() -> None:
+def test_log_lines_omit_the_redis_password() -> None:
     before, said = logging.getLogger().handlers[:], io.StringIO()
     try:
         configure(run="r", role="x", stream=said)
@@ -117,7 +117,7 @@ def test_role_that_cannot_store_a_token_needs_the_no_token_option(
 
 
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
-def test_password_in_arguments_moves_into_the_environment(spelled: list[str]) -> None:
+def test_redis_password_in_arguments_is_moved_to_the_environment(spelled: list[str]) -> None:
     moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
     assert moved == (
         ["python", "-m", "x", "actor", "--name", "a"],
@@ -131,9 +131,7 @@ def test_password_in_arguments_moves_into_the_environment(spelled: list[str]) ->
     "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
 )
 def test_password_in_a_command_line_override_is_rejected(override: str, url: str) -> None:
-    """The password would stay in the process list while the process lives. Overrides are a role's --set and bare words
-    of `run`.
-    """
+    """The password would stay in the process list. Overrides are a role's --set and bare words of `run`."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
     assert PASSWORD not in str(refused.value)
@@ -143,8 +141,8 @@ def test_password_in_a_command_line_override_is_rejected(override: str, url: str
         )
 
 
-def test_process_list_does_not_show_a_roles_password(tmp_path: Path) -> None:
-    """The kernel lists the arguments with which the process now runs, not those with which it was started."""
+def test_process_list_omits_the_redis_password_of_a_role(tmp_path: Path) -> None:
+    """The role replaces its own arguments, and the kernel lists the current ones."""
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
     try:

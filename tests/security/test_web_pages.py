@@ -59,7 +59,7 @@ def ask(served: str, method: str, path: str, headers: dict[str, str], body: byte
         ({}, 415, "not_json"),
     ],
 )
-def test_page_cannot_make_a_server_act(
+def test_web_page_cannot_make_a_server_act(
     open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
 ) -> None:
     served, server = open_server
@@ -68,13 +68,13 @@ def test_page_cannot_make_a_server_act(
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
-def test_page_cannot_end_a_run_by_a_request_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
+def test_web_page_cannot_end_a_run_by_a_request_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
     with in_thread(application("controller", tmp_path, token=None)) as served:
         assert ask(served, "POST", "/stop", headers).status_code == 403
         assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
 
 
-def test_page_cannot_read_answers_through_dns_rebinding(open_server: tuple[str, str]) -> None:
+def test_web_page_cannot_read_answers_through_dns_rebinding(open_server: tuple[str, str]) -> None:
     served, _ = open_server
     for path in ("/health", "/v1/models", "/knobs", "/versions"):
         assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
@@ -92,7 +92,7 @@ def test_requests_of_local_users_and_programs_are_served(open_server: tuple[str,
         assert answer.status_code in (400, 422), "it was read"
 
 
-def test_pages_of_other_origins_are_rejected_by_servers_with_a_token(tmp_path: Any) -> None:
+def test_web_pages_of_other_origins_are_rejected_even_with_the_token(tmp_path: Any) -> None:
     with in_thread(application("engine", tmp_path)) as served:
         known = {"authorization": f"Bearer {TOKEN}", "host": "engine-1.lab:8001"}
         assert ask(served, "GET", "/v1/models", known).status_code == 200

@@ -1,8 +1,8 @@
-"""How long clients wait for a busy server: `Waiting`, in its own process.
+"""Measure how long clients wait for a busy server, from a separate process.
 
-An idle server runs beside the busy one, and both get `/health` requests at the same moments, independently of the
-process that sends the load. A *stall* is the delay of the busy server against the idle one, less the time for which the
-kernel kept the server ready without a core: a machine that is merely busy causes no stall.
+The busy server and an idle one get `/health` requests at the same moments, independently of the process that sends the
+load. A *stall* is the delay of the busy server against the idle one, less the time for which the kernel kept the server
+ready without a core: a machine that is merely busy causes no stall.
 
     python -m tests.security.waiting URL IDLE_URL PID      prints its longest stalls as JSON once stdin has closed
 """

@@ -18,10 +18,8 @@ from tests.simulation.settings import fixed, setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_calibration_recovers_all_times() -> None:
-    """The engine's times are found from its counters, the trainer's from tokens, and the times of publication,
-    verification and report from their events.
-    """
+def test_calibration_recovers_the_times_that_the_events_were_made_from() -> None:
+    """Engine times come from its counters, trainer times from tokens, and all others from their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
     found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
@@ -61,7 +59,7 @@ def test_waiting_for_rows_to_drain_is_not_mistaken_for_a_slow_network() -> None:
 
 
 def test_contention_is_estimated_from_a_second_run() -> None:
-    """In the second run both are 1.5 times as slow, so the estimated factors are at least 1.5."""
+    """In the second run, engine and trainer are 1.5 times as slow."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
     beside = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
@@ -98,13 +96,13 @@ def test_measured_figures_are_means_over_the_counted_steps() -> None:
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_error_of_an_impossible_calibration_says_what_is_missing(events: list[dict[str, object]], said: str) -> None:
+def test_impossible_calibration_is_rejected_with_the_missing_data(events: list[dict[str, object]], said: str) -> None:
     """The message also names a remedy."""
     with pytest.raises(UserError, match=said):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_errors_of_a_prediction_are_relative_to_the_measurement() -> None:
+def test_prediction_errors_are_relative_to_the_measurement() -> None:
     """Simulated ÷ measured − 1, for each compared figure."""
     measured = measure(run_events(period_s=2.0))
     predicted = replace(

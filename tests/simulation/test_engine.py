@@ -26,9 +26,7 @@ def simulated(index: int, version: int) -> SimulatedGroup:
     rollouts=st.sampled_from([2, 3, 6]),
 )
 def test_simulation_chooses_the_same_groups_as_the_batcher(arrivals: list[list[int]], k: int, rollouts: int) -> None:
-    """Groups of any age arrive before each of several steps; simulation and `Batcher` take the same groups, and drop
-    the same groups as stale.
-    """
+    """Simulation and `Batcher` also drop the same groups as stale."""
     real, twin = _batcher(), WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
     for versions in arrivals:

@@ -1,6 +1,4 @@
-"""Tests of hardware tables from published figures: each time agrees with its formula, and what does not fit is
-rejected.
-"""
+"""Hardware tables from published figures: each time agrees with its formula, and rows that do not fit are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pipelinerl.simulation.published import ACCELERATORS, SIZES, mean_context, p
 from pipelinerl.simulation.setting import FixedLengths
 
 
-def test_step_of_a_small_batch_reads_the_weights_once_and_the_cache_of_each_row() -> None:
+def test_decode_step_of_a_small_batch_reads_the_weights_once_and_the_cache_of_each_row() -> None:
     """7.61e9 bf16 parameters at 0.6 of 3.35 TB/s take 7.57 ms; 57,344 bytes of cache per token, 28.5 ns."""
     engine = published_hardware("h100:7b").times(engine_devices=1, trainer_devices=1, rows=64, context=1000).engine
     assert engine.step_s == pytest.approx(7.572e-3, rel=1e-3)
@@ -19,7 +17,7 @@ def test_step_of_a_small_batch_reads_the_weights_once_and_the_cache_of_each_row(
     assert engine.decode_s(64) == pytest.approx(9.398e-3, rel=1e-3)
 
 
-def test_step_of_a_large_batch_is_limited_by_arithmetic() -> None:
+def test_decode_step_of_a_large_batch_is_limited_by_arithmetic() -> None:
     table, rows = published_hardware("h100:7b"), 1024
     engine = table.times(engine_devices=1, trainer_devices=1, rows=rows, context=0).engine
     assert engine.decode_s(rows) == pytest.approx(rows * 2 * 7.61e9 / (0.6 * 989e12))
@@ -55,7 +53,7 @@ def test_every_published_table_fits_on_a_host_and_has_positive_times(name: str, 
     assert min(times.engine.step_s, times.engine.row_s, times.trainer.token_s, times.update.send_s) > 0
 
 
-def test_rows_whose_cache_does_not_fit_are_rejected() -> None:
+def test_engine_rows_whose_cache_does_not_fit_are_rejected() -> None:
     table = published_hardware("h100:7b")
     most = table.rows_that_fit(engine_devices=1, context=8000)
     table.times(engine_devices=1, trainer_devices=1, rows=most, context=8000)

@@ -1,12 +1,12 @@
-"""Published comparisons against their simulation on the shipped hardware tables. No run, and no hardware.
+"""Simulated comparisons on the shipped hardware tables, checked against those that two papers published.
 
     PipelineRL   arXiv:2509.19128, 7B on 128 H100s: in flight against conventional RL with G = 32 (§5, figure 5c),
                  and the authors' own model of both at equal lag (appendix A.4, figure 9)
     RLAX         arXiv:2512.06392, 32B: inference on v5p-128 to v5p-1024 with a v5p-512 trainer (§7.1, figure 3a),
                  and k = 16 against k = 32 (§7.2, figure 4)
 
-Settings that the papers state are theirs. The others are assumptions, stated here once and the same for every arm:
-lengths, prompts, group sizes, and RLAX's batch. docs/understand/simulation.md discusses them.
+Settings are those that the papers state. All others are assumptions, equal for every arm: lengths, prompts, group
+sizes, and RLAX's batch. docs/understand/simulation.md discusses them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def conventional(lengths: LengthLaw, *, steps: int, table: PublishedHardware, ba
 def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Prediction:
     """Simulate in-flight updates: 48 GPUs generate while 80 train.
 
-    Four rollouts are in flight per row. Here a group keeps its place until its longest answer ends, so four keep the
-    rows full, as the paper's algorithm 2 does by replacing each sequence that ends.
+    The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group keeps its place until
+    its longest answer ends, so four rollouts per row are kept in flight instead.
     """
     times = table.times(
         engine_devices=1, trainer_devices=_GPUS - _GENERATE, rows=_ROWS, context=mean_context(lengths, _PROMPT)
@@ -176,7 +176,7 @@ LENGTHS: Final = heavy_tailed(_MEAN_TOKENS, 1.0, _MOST_TOKENS)
 H100: Final = published_hardware("h100:7b")
 
 
-def test_lengths_have_the_given_mean() -> None:
+def test_simulated_lengths_have_the_assumed_mean() -> None:
     assert LENGTHS.mean == pytest.approx(503, rel=0.01)
 
 
@@ -185,32 +185,32 @@ def test_conventional_throughput_grows_with_the_batches_of_a_generation() -> Non
     assert 1 < four / one < 4
 
 
-def test_in_flight_keeps_the_rows_full() -> None:
+def test_in_flight_simulation_keeps_the_engine_rows_full() -> None:
     prediction = in_flight(LENGTHS, steps=10, table=H100)
     assert prediction.rows == pytest.approx(64, abs=1)
 
 
 @pytest.mark.slow
-def test_in_flight_against_conventional_is_as_published() -> None:
+def test_simulated_speedup_of_in_flight_over_conventional_matches_the_paper() -> None:
     fast, slow = in_flight(LENGTHS, steps=60, table=H100), conventional(LENGTHS, steps=2, table=H100)
     assert fast.rollouts_per_s / slow.rollouts_per_s == pytest.approx(2.0, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_equal_lag_is_as_published() -> None:
+def test_simulated_throughput_at_equal_lag_matches_the_paper() -> None:
     slow, fast = equal_lag(steps=600)
     assert (slow, fast) == (pytest.approx(10.7, rel=TOLERANCE), pytest.approx(16.9, rel=TOLERANCE))
     assert fast / slow == pytest.approx(1.57, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_larger_inference_clusters_are_as_much_faster_as_published() -> None:
+def test_simulated_speedup_of_larger_inference_clusters_matches_the_paper() -> None:
     alone = [rlax(cores, steps=40, bounds=(10**6, math.inf), trains=False).tokens_per_s for cores in (128, 1024)]
     assert alone[1] / alone[0] == pytest.approx(8.0, rel=TOLERANCE)
     assert rlax(128, steps=80).step_s / rlax(1024, steps=80).step_s == pytest.approx(3.6, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_smaller_bound_on_staleness_costs_as_much_as_published() -> None:
+def test_simulated_cost_of_a_tighter_staleness_bound_matches_the_paper() -> None:
     tight, loose = rlax(512, steps=80, bounds=(16, 16)), rlax(512, steps=80)
     assert tight.step_s / loose.step_s == pytest.approx(75 / 45, rel=TOLERANCE)

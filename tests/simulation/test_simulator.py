@@ -23,8 +23,9 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_every_order_has_one_outcome_and_trained_groups_respect_k(j: int, k: float, on_update: OnUpdate) -> None:
-    """Every order is trained, filtered, stale, failed or in flight, and no trained group is older than k."""
+def test_every_simulated_order_has_one_outcome_and_trained_groups_respect_k(
+    j: int, k: float, on_update: OnUpdate
+) -> None:
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
     account = run.account
     ended = account.trained + account.filtered + account.stale + account.failed
@@ -46,7 +47,7 @@ def test_every_order_has_one_outcome_and_trained_groups_respect_k(j: int, k: flo
     contention=st.sampled_from([1.0, 1.7]),
     seed=st.integers(0, 5),
 )
-def test_any_setting_finishes_with_a_balanced_account(
+def test_any_simulated_setting_finishes_with_a_balanced_account(
     engines: int,
     slots: int,
     bounds: tuple[int, float],
@@ -56,7 +57,6 @@ def test_any_setting_finishes_with_a_balanced_account(
     contention: float,
     seed: int,
 ) -> None:
-    """With any setting, all steps are taken, orders are conserved, and shares are within 0 and 1."""
     given_setting = setting(
         *bounds,
         engines=engines,
@@ -80,10 +80,8 @@ def test_any_setting_finishes_with_a_balanced_account(
     assert 0 < run.rows <= slots
 
 
-def test_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
-    """One engine samples 64 answers of 20 tokens in 64 rows: decode, judge, train, report, publish, one after the
-    other.
-    """
+def test_simulated_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
+    """One engine samples 64 answers of 20 tokens in 64 rows, and the phases of a step do not overlap."""
     control = ControlTimes(
         order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
     )
@@ -98,10 +96,8 @@ def test_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
     assert run.trainer_computes == pytest.approx(train / run.step_s)
 
 
-def test_actor_does_one_thing_at_a_time() -> None:
-    """Eight groups of 8 rollouts are requested one after the other, 1 ms per rollout; the last group begins after all
-    requests.
-    """
+def test_simulated_actor_requests_groups_one_after_the_other() -> None:
+    """Eight groups of 8 rollouts take 1 ms per rollout to request; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=fixed(1)), hardware)
     # a decode step begins with the first request; the others arrive during this step, and decode in the second round
@@ -110,9 +106,7 @@ def test_actor_does_one_thing_at_a_time() -> None:
 
 @pytest.mark.parametrize("generation", [1, 2, 4, 8])
 def test_conventional_step_takes_the_sum_of_generation_and_training(generation: int) -> None:
-    """G optimizer steps per generation of G batches: G times the decode rounds in the same rows, then G training
-    steps.
-    """
+    """A generation of G batches takes G times the decode rounds in the same rows, then G training steps."""
     run = simulate(
         setting(1, 1, lengths=fixed(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
     )
@@ -120,10 +114,8 @@ def test_conventional_step_takes_the_sum_of_generation_and_training(generation: 
     assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
 
 
-def test_one_step_off_hides_the_shorter_phase() -> None:
-    """The engine samples the next batch while the trainer trains the previous one, so a step takes the longer of both
-    times.
-    """
+def test_simulated_one_step_off_hides_the_shorter_phase() -> None:
+    """The engine samples the next batch while the trainer trains, so a step takes the longer of both times."""
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):
         hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
@@ -132,10 +124,8 @@ def test_one_step_off_hides_the_shorter_phase() -> None:
         assert run.staleness == {2: 1.0}
 
 
-def test_drain_makes_the_trainer_wait_until_the_rows_are_empty() -> None:
-    """With `drain`, the trainer waits for work that overlaps with training under `continue`, so steps are never
-    faster.
-    """
+def test_simulated_drain_makes_the_trainer_wait_until_the_rows_are_empty() -> None:
+    """With `continue`, the same work overlaps with training."""
     continued, drained = (
         simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
     )
@@ -153,8 +143,8 @@ def test_rlax_engines_reload_every_jth_version() -> None:
 
 
 @pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
-def test_more_engines_are_never_slower(j: int, k: float) -> None:
-    """Throughput grows with the number of engines until the trainer is the bottleneck, and never falls."""
+def test_simulated_throughput_never_falls_with_more_engines(j: int, k: float) -> None:
+    """Throughput grows with the number of engines until the trainer is the bottleneck."""
     fast = replace(BALANCED, trainer=TrainerTimes(token_s=2e-5))
     speeds = [simulate(setting(j, k, engines=n, steps=60), fast).tokens_per_s for n in (1, 2, 4, 8, 16)]
     assert all(after > 0.97 * before for before, after in pairwise(speeds))
@@ -162,7 +152,7 @@ def test_more_engines_are_never_slower(j: int, k: float) -> None:
 
 
 @pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
-def test_orders_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
+def test_simulated_orders_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
     """Orders in flight = orders that end per second × mean time in flight (Little 1961)."""
     run = simulate(setting(1, 8, steps=300), hardware)
     ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
@@ -173,7 +163,7 @@ def _share_stale(run: Prediction) -> float:
     return run.account.stale / (run.account.stale + run.account.trained)
 
 
-def test_shared_processors_slow_down_engine_and_trainer() -> None:
+def test_contention_slows_down_simulated_engine_and_trainer() -> None:
     """Factors of 2 double the step time of a run in which both always compute. In lockstep, they change nothing."""
     shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
     for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
@@ -183,13 +173,12 @@ def test_shared_processors_slow_down_engine_and_trainer() -> None:
 
 
 def test_seed_determines_the_simulated_run() -> None:
-    """The result is a function of the arguments; another seed draws other lengths."""
     first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
-def test_deadlock_of_the_simulated_run_is_reported() -> None:
+def test_simulate_rejects_a_setting_that_deadlocks() -> None:
     """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
@@ -206,7 +195,7 @@ def test_mean_of_heavy_tailed_lengths_equals_the_mean_of_many_draws() -> None:
     assert np.median(drawn) == pytest.approx(30, abs=1)
 
 
-def test_age_of_a_group_counts_from_its_request_even_while_it_waits_for_a_row() -> None:
+def test_simulated_group_age_counts_from_its_request_while_it_waits_for_a_row() -> None:
     """The actors' `Freshness` counts in the same way: actors give up some groups before a busy engine begins them."""
     few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
     assert few.account.stale > 0 and few.discarded < 0.01

@@ -38,7 +38,7 @@ def ends_within(pid: int, seconds: float) -> bool:
     return not is_running(pid)
 
 
-def test_server_starts_answers_and_stops_without_leftovers(tmp_path: Path) -> None:
+def test_stream_server_starts_answers_and_stops_without_leftovers(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     with pytest.raises(UserError, match="start"):
         _ = server.url
@@ -53,7 +53,7 @@ def test_server_starts_answers_and_stops_without_leftovers(tmp_path: Path) -> No
     server.stop()
 
 
-def test_server_listens_only_on_loopback_and_keeps_secrets_private(tmp_path: Path) -> None:
+def test_stream_server_listens_only_on_loopback_and_keeps_secrets_private(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "new") as server:
         port = int(server.url.rpartition(":")[2])
         for name in ("redis.conf", "password"):
@@ -66,7 +66,7 @@ def test_server_listens_only_on_loopback_and_keeps_secrets_private(tmp_path: Pat
     assert len((tmp_path / "new" / "password").read_text()) >= 32
 
 
-def test_restart_keeps_address_and_data(tmp_path: Path) -> None:
+def test_restarted_stream_server_keeps_its_address_and_data(tmp_path: Path) -> None:
     from redis import Redis
 
     server = EmbeddedRedis(tmp_path / 'a "quoted" \\ path').start()
@@ -81,10 +81,8 @@ def test_restart_keeps_address_and_data(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_dying_server_is_replaced(tmp_path: Path) -> None:
-    """On a busy machine, a process may exist for a while after `kill -9`. Here it is stopped until the signal
-    arrives.
-    """
+def test_dying_stream_server_is_replaced(tmp_path: Path) -> None:
+    """A process may exist for a while after `kill -9`; here it is suspended until the signal arrives."""
     with EmbeddedRedis(tmp_path) as server:
         dying = server.pid
         os.kill(dying, signal.SIGSTOP)
@@ -96,7 +94,7 @@ def test_dying_server_is_replaced(tmp_path: Path) -> None:
         assert answers(server.url)
 
 
-def test_port_taken_by_others_is_replaced(tmp_path: Path) -> None:
+def test_stream_server_replaces_a_port_taken_by_another_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
         with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
@@ -104,14 +102,14 @@ def test_port_taken_by_others_is_replaced(tmp_path: Path) -> None:
             assert server.url != server_url(tmp_path, lost)
 
 
-def test_start_without_a_free_port_fails(tmp_path: Path) -> None:
+def test_stream_server_without_a_free_port_fails_to_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
         with pytest.raises(AddressError, match="could not use any of the ports"):
             server.start()
 
 
-def test_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_stream_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.streams.embedded_redis import EmbeddedRedis\n"
@@ -130,7 +128,7 @@ def test_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert ended
 
 
-def test_unreadable_data_is_reported_at_start(tmp_path: Path) -> None:
+def test_unreadable_stream_server_data_is_reported_at_start(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path):
         pass
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest at all\n")
@@ -138,7 +136,7 @@ def test_unreadable_data_is_reported_at_start(tmp_path: Path) -> None:
         EmbeddedRedis(tmp_path).start()
 
 
-def test_unresponsive_server_is_ended_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_stream_server_is_ended_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = tmp_path / "valkey-server"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o700)
@@ -150,7 +148,7 @@ def test_unresponsive_server_is_ended_after_the_timeout(tmp_path: Path, monkeypa
         _ = server.pid
 
 
-def test_server_on_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_server_on_the_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_binary().name == "valkey-server"
     monkeypatch.setattr(embedded_redis, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -162,7 +160,7 @@ def test_server_on_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: p
     assert server_binary() == other
 
 
-def test_command_runs_in_the_foreground(tmp_path: Path) -> None:
+def test_stream_server_command_runs_in_the_foreground(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)

@@ -235,7 +235,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
 
 @given(any_group())
 @settings(max_examples=150, deadline=None)
-def test_group_survives_a_round_trip(group: RolloutGroup) -> None:
+def test_rollout_group_record_survives_a_round_trip(group: RolloutGroup) -> None:
     assert plain(decode_group(encode_group(group))) == plain(group)
 
 
@@ -248,7 +248,7 @@ PLAIN_DATA = st.recursive(
 
 @given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_message_survives_a_round_trip(kind: str, body: dict[str, Any]) -> None:
+def test_message_record_survives_a_round_trip(kind: str, body: dict[str, Any]) -> None:
     assert decode_message(encode_message(kind, body)) == (kind, body)
 
 
@@ -279,7 +279,7 @@ def test_message_survives_a_round_trip(kind: str, body: dict[str, Any]) -> None:
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_order_survives_a_round_trip(order: PromptOrder) -> None:
+def test_prompt_order_record_survives_a_round_trip(order: PromptOrder) -> None:
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)
@@ -295,7 +295,7 @@ def test_decoded_arrays_are_aligned_and_read_only() -> None:
                 assert not array.flags.writeable
 
 
-def test_shared_prompt_is_stored_once() -> None:
+def test_shared_prompt_is_stored_once_in_a_group_record() -> None:
     def size(prompts: list[np.ndarray]) -> int:
         rollouts = tuple(rollout(turn(prompt, 1, 2, 3)) for prompt in prompts)
         return len(encode_group(replace(GROUP, rollouts=rollouts)))
@@ -307,7 +307,7 @@ def test_shared_prompt_is_stored_once() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
-def test_bytes_per_sampled_token(tokens: int, most: float) -> None:
+def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float) -> None:
     """G = 16 and a prompt of 12 tokens; raw ids and log-probabilities alone take 8 bytes."""
     prompt = np.arange(12, dtype=np.int32)
     rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
@@ -345,7 +345,7 @@ def test_additional_column_with_wrong_shape_or_dtype_is_rejected(column: np.ndar
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_flipped_bit_is_detected(kind: str) -> None:
+def test_every_flipped_bit_of_a_record_is_detected(kind: str) -> None:
     record, decode = GOLDEN[kind]
     for place in range(len(record)):
         for bit in range(8):
@@ -356,7 +356,7 @@ def test_every_flipped_bit_is_detected(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_truncation_and_extension_is_detected(kind: str) -> None:
+def test_every_truncation_and_extension_of_a_record_is_detected(kind: str) -> None:
     record, decode = GOLDEN[kind]
     for length in range(len(record)):
         with pytest.raises(RecordError):
@@ -380,7 +380,7 @@ def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = recor
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
-def test_record_of_another_kind_or_format_is_reported() -> None:
+def test_record_of_another_kind_or_format_is_rejected() -> None:
     with pytest.raises(RecordError, match="expected a group, got an order"):
         decode_group(GOLDEN["order"][0])
     with pytest.raises(RecordError, match="expected a message, got a group"):
@@ -396,7 +396,7 @@ def test_record_of_another_kind_or_format_is_reported() -> None:
 @pytest.mark.parametrize(
     "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
 )
-def test_header_of_another_shape_is_rejected(header: Any) -> None:
+def test_record_header_of_another_shape_is_rejected(header: Any) -> None:
     with pytest.raises(RecordError, match="header of a record does not fit its kind"):
         decode_message(sealed(Kind.MESSAGE, header))
 
@@ -454,7 +454,7 @@ def group_header(**changes: Any) -> list[Any]:
     ],
     ids=lambda changes: repr(changes),
 )
-def test_inconsistent_group_is_rejected(changes: dict[str, Any]) -> None:
+def test_inconsistent_group_record_is_rejected(changes: dict[str, Any]) -> None:
     assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
     with pytest.raises(RecordError, match=r"is inconsistent|does not fit its kind"):
         decode_group(sealed(Kind.GROUP, group_header(**changes), bytes(24)))
@@ -463,7 +463,7 @@ def test_inconsistent_group_is_rejected(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
 )
-def test_missing_additional_column_is_rejected(column: list[Any]) -> None:
+def test_malformed_additional_column_is_rejected(column: list[Any]) -> None:
     with pytest.raises(RecordError, match=r"column 'x' of group .* is malformed"):
         decode_columns(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
@@ -489,7 +489,7 @@ def test_group_that_cannot_be_encoded_is_rejected(changes: dict[str, Any], reaso
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, ids(1), {1, object()}])
-def test_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
+def test_message_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
     with pytest.raises(RecordError, match="plain data"):
         encode_message("m", {"x": value})
 
@@ -498,12 +498,12 @@ def test_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_golden_bytes(kind: str) -> None:
+def test_records_are_encoded_as_the_golden_bytes(kind: str) -> None:
     """Records on disk must stay readable by later versions: any change here requires a new `FORMAT`."""
     assert GOLDEN[kind][0].hex() == GOLDEN_BYTES[kind]
 
 
-def test_group_from_before_filters_is_readable() -> None:
+def test_group_recorded_before_filters_existed_is_readable() -> None:
     before = (
         "504c524c02010000a4000000300000009fad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191a76c"
         "6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f726d61"
@@ -515,20 +515,20 @@ def test_group_from_before_filters_is_readable() -> None:
 
 
 @pytest.mark.parametrize("record", [GROUP_OF_FORMAT_2, GROUP_OF_FORMAT_3])
-def test_groups_of_earlier_formats_are_read_with_defaults(record: str) -> None:
+def test_group_records_of_earlier_formats_are_read_with_defaults(record: str) -> None:
     assert plain(decode_group(bytes.fromhex(record))) == plain(GROUP)
 
 
-def test_fields_since_format_2_cost_a_single_turn_group_few_bytes() -> None:
+def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group() -> None:
     """The header has three empty lists and two integers more; headers pad to a multiple of 8."""
     assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
 
 
-def test_group_keeps_its_refusal() -> None:
+def test_group_refusal_survives_a_round_trip() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 
-def test_golden_bytes_are_readable() -> None:
+def test_golden_bytes_are_decoded_to_the_original_records() -> None:
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["episode"]))) == plain(EPISODE)
     assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER

@@ -59,7 +59,7 @@ async def kill_and_restart(server: EmbeddedRedis) -> None:
     server.start()
 
 
-async def test_kill_9_during_appends_loses_and_duplicates_nothing(mortal: EmbeddedRedis) -> None:
+async def test_server_killed_during_appends_loses_and_duplicates_no_entry(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         answered = {"a": 0, "b": 0, "c": 0}
         done = asyncio.Event()
@@ -88,7 +88,7 @@ async def test_kill_9_during_appends_loses_and_duplicates_nothing(mortal: Embedd
             assert [int(entry.payload) for entry in entries] == list(range(1, number + 1))
 
 
-async def test_waiting_read_survives_a_restart(mortal: EmbeddedRedis) -> None:
+async def test_waiting_read_survives_a_server_restart(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         await streams.append("s", [b"1"], first_id=1)
         reader = asyncio.create_task(streams.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
@@ -103,7 +103,9 @@ async def test_waiting_read_survives_a_restart(mortal: EmbeddedRedis) -> None:
         assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
 
 
-async def test_restart_does_not_extend_a_wait(mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_restart_does_not_extend_a_waiting_read(
+    mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test moves the clock: the wait ends when the server is back and does not start over."""
     ahead_s = 0.0
     monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
@@ -116,7 +118,7 @@ async def test_restart_does_not_extend_a_wait(mortal: EmbeddedRedis, monkeypatch
         assert await asyncio.wait_for(reader, SOON_S) == []
 
 
-async def test_pending_entries_survive_a_restart(mortal: EmbeddedRedis) -> None:
+async def test_pending_entries_survive_a_server_restart(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         await streams.append("s", [b"1", b"2"], first_id=1)
         await streams.claim("s", group="g", consumer="dead", count=9, block_s=0, reclaim_idle_s=60)
@@ -126,7 +128,7 @@ async def test_pending_entries_survive_a_restart(mortal: EmbeddedRedis) -> None:
         assert [entry.payload for entry in entries] == [b"2"]
 
 
-async def test_unreachable_server_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
+async def test_unreachable_stream_server_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
     async with connected(mortal, timeout_s=1.0) as streams:
         mortal.stop()
         started = time.monotonic()
@@ -135,19 +137,19 @@ async def test_unreachable_server_is_named_without_its_password(mortal: Embedded
         assert 0.9 < time.monotonic() - started < SOON_S
 
 
-async def test_connecting_to_a_closed_port_fails() -> None:
+async def test_connecting_to_a_closed_redis_port_fails() -> None:
     with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
         await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2)
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
-async def test_malformed_address_is_rejected(url: str) -> None:
+async def test_malformed_redis_address_is_rejected(url: str) -> None:
     with pytest.raises(AddressError, match="must be redis://host:port"):
         await RedisStream.connect(url, namespace="n")
 
 
-async def test_wrong_password_is_reported_at_once(server: EmbeddedRedis) -> None:
+async def test_wrong_redis_password_is_reported_at_once(server: EmbeddedRedis) -> None:
     host = server.url.rpartition("@")[2]
     for url in (f"redis://:secret@{host}", f"redis://{host}"):
         with pytest.raises(AddressError, match="rejected the user or password") as raised:
@@ -155,7 +157,7 @@ async def test_wrong_password_is_reported_at_once(server: EmbeddedRedis) -> None
         assert "secret" not in str(raised.value)
 
 
-async def test_hanging_server_hits_the_deadline_and_is_usable_afterwards(mortal: EmbeddedRedis) -> None:
+async def test_call_to_a_hanging_server_fails_at_the_deadline_and_later_calls_work(mortal: EmbeddedRedis) -> None:
     async with connected(mortal, timeout_s=3.0) as streams:
         await streams.append("s", [b"1"], first_id=1)
         os.kill(mortal.pid, signal.SIGSTOP)
@@ -170,8 +172,8 @@ async def test_hanging_server_hits_the_deadline_and_is_usable_afterwards(mortal:
         assert await streams.last_id("s") == "3-0"
 
 
-async def test_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
-    """A retry would skip the refused payload as not above the last if later ones had been appended."""
+async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
+    """If later payloads had been appended, a retry would skip the refused one, because its id would be too low."""
     async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
@@ -192,7 +194,9 @@ async def test_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
         await admin.aclose()
 
 
-async def test_append_waits_for_server_memory(mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+async def test_append_to_a_full_server_waits_until_memory_is_free(
+    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected(mortal) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         await admin.config_set("maxmemory", 1)
@@ -259,7 +263,7 @@ async def test_append_larger_than_one_script_call_succeeds(server: EmbeddedRedis
             await streams.append("s", [b"x"], first_id=1 << 53)
 
 
-async def test_namespaces_are_isolated(server: EmbeddedRedis) -> None:
+async def test_stream_namespaces_are_isolated(server: EmbeddedRedis) -> None:
     async with connected(server, "one") as one, connected(server, "two") as two:
         await one.append("s", [b"1"])
         assert await two.length("s") == 0

@@ -21,7 +21,7 @@ def turns(of: RolloutGroup) -> list[Turn]:
     return [turn for rollout in of.rollouts for turn in rollout.turns]
 
 
-def test_routing_survives_a_round_trip_turn_by_turn() -> None:
+def test_routed_experts_of_each_turn_survive_a_round_trip() -> None:
     several = Rollout(
         turns=tuple(routed(turn, layers=3, top_k=2, seed=9) for turn in (*turns(group(0)), *turns(group(0)))),
         verdict=group(0).rollouts[0].verdict,
@@ -39,7 +39,7 @@ def test_routing_survives_a_round_trip_turn_by_turn() -> None:
         assert after.routed_experts is not None and after.routed_experts.dtype == np.uint8
 
 
-def test_shared_prompt_routing_is_stored_once() -> None:
+def test_routed_experts_of_a_shared_prompt_are_stored_once() -> None:
     bare, given = group(3, rewards=(0.0,) * 8), routed_group(3, rewards=(0.0,) * 8, layers=4, top_k=8)
     added = len(encode_group(given)) - len(encode_group(bare))
     tokens = 8 * 2 + 2  # eight answers and one prompt
@@ -48,7 +48,7 @@ def test_shared_prompt_routing_is_stored_once() -> None:
     assert {name: column.shape for name, column in found.items()} == {SAMPLED: (16, 4, 8), CONTEXTS: (2, 4, 8)}
 
 
-def test_group_without_routing_has_no_overhead() -> None:
+def test_group_without_routing_has_no_routing_columns() -> None:
     assert decode_columns(encode_group(group(3))) == {}
     assert all(turn.routed_experts is None for turn in turns(decode_group(encode_group(group(3)))))
 

@@ -51,7 +51,7 @@ async def test_read_continues_after_offsets_and_counts_per_stream(streams: Strea
     assert await streams.read({}, count=2, block_s=10) == []
 
 
-async def test_chosen_id_is_appended_once(streams: Stream) -> None:
+async def test_entries_with_a_chosen_id_are_appended_once(streams: Stream) -> None:
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
     assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
@@ -66,7 +66,7 @@ async def test_invalid_first_id_is_rejected(streams: Stream, first_id: int) -> N
     assert await streams.length("s") == 0
 
 
-async def test_large_ids_stay_distinct(streams: Stream) -> None:
+async def test_large_entry_ids_stay_distinct(streams: Stream) -> None:
     first = fresh_number(START)
     assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
     assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
@@ -76,7 +76,7 @@ async def test_large_ids_stay_distinct(streams: Stream) -> None:
     ]
 
 
-async def test_fresh_ids_are_above_existing_ids(streams: Stream) -> None:
+async def test_fresh_entry_ids_are_above_existing_ids(streams: Stream) -> None:
     await streams.append("s", [b"by the server"])
     first = fresh_number(await streams.last_id("s"))
     assert await streams.append("s", [b"by the producer"], first_id=first) == 1
@@ -94,7 +94,7 @@ async def test_unknown_stream_is_empty(streams: Stream) -> None:
 
 
 @pytest.mark.parametrize("offset", ["", "7", "x-0", "1-", "-1", "1-0-0", "$"])
-async def test_malformed_offset_is_rejected(streams: Stream, offset: str) -> None:
+async def test_malformed_stream_offset_is_rejected(streams: Stream, offset: str) -> None:
     with pytest.raises(ValueError, match="entry id"):
         await streams.read({"s": offset}, count=1, block_s=0)
 
@@ -106,7 +106,7 @@ async def test_each_entry_is_claimed_by_one_consumer(streams: Stream) -> None:
     assert sorted(payload for share in shares for payload in payloads(share)) == [b"%d" % n for n in range(7)]
 
 
-async def test_each_group_gets_every_entry(streams: Stream) -> None:
+async def test_each_consumer_group_gets_every_entry(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"])
     for group in ("actors", "watchers"):
         entries = await streams.claim("prompts", group=group, consumer="c", count=9, block_s=0, reclaim_idle_s=60)
@@ -162,7 +162,7 @@ async def test_restarted_consumer_gets_its_pending_entries(streams: Stream) -> N
     assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], "looking takes nothing"
 
 
-async def test_renewed_entry_is_not_idle(streams: Stream) -> None:
+async def test_renewed_entry_is_not_reclaimed_as_idle(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "a")
     await asyncio.sleep(IDLE_S)
@@ -178,7 +178,7 @@ async def test_trimmed_pending_entry_is_not_claimed(streams: Stream) -> None:
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
 
 
-async def test_trim_behind_a_passed_fence_is_rejected(streams: Stream) -> None:
+async def test_trim_by_a_fenced_writer_is_rejected(streams: Stream) -> None:
     await streams.append("s", [b"1", b"2", b"3"], first_id=1)
     await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=1)
@@ -199,7 +199,7 @@ async def test_trim_drops_only_earlier_entries(streams: Stream) -> None:
     assert await streams.append("s", [b"again"], first_id=5) == 0
 
 
-async def test_full_stream_has_no_room_but_drops_nothing(streams: Stream) -> None:
+async def test_full_stream_reports_no_room_and_drops_no_entry(streams: Stream) -> None:
     assert await streams.room("s") == 10
     await streams.append("s", [b"x"] * 9)
     assert await streams.room("s") == 1

@@ -20,7 +20,7 @@ async def test_callback_from_a_thread_runs_on_the_loop() -> None:
     assert await asyncio.wait_for(heard, PATIENCE_S) == ("yes", 1)
 
 
-def test_reused_thread_keeps_nothing_of_its_previous_call() -> None:
+def test_reused_background_thread_keeps_no_reference_to_its_previous_call() -> None:
     class Held:
         pass
 
@@ -40,13 +40,13 @@ def test_reused_thread_keeps_nothing_of_its_previous_call() -> None:
         time.sleep(0.005)
 
 
-def test_concurrent_calls_run_in_separate_threads() -> None:
+def test_concurrent_background_calls_run_in_separate_threads() -> None:
     meeting = threading.Barrier(8, timeout=PATIENCE_S)
     calls = [in_background(f"call-{number}", meeting.wait) for number in range(8)]
     assert sorted(call.result(PATIENCE_S) for call in calls) == list(range(8))
 
 
-def test_exception_is_passed_to_the_caller_and_the_thread_survives() -> None:
+def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_survives() -> None:
     def fails() -> None:
         raise OSError("no")
 
@@ -79,7 +79,7 @@ def test_callback_to_a_loop_that_was_just_closed_is_ignored() -> None:
     tell(closed, print)
 
 
-def test_other_runtime_errors_of_the_loop_are_raised() -> None:
+def test_other_runtime_errors_of_the_event_loop_are_raised() -> None:
     refusing: Any = Refusing(closes=False)
     with pytest.raises(RuntimeError, match="takes no call"):
         tell(refusing, print)

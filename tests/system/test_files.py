@@ -20,7 +20,7 @@ def test_private_file_replaces_a_public_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_failed_write_keeps_the_previous_file(tmp_path: Path) -> None:
+def test_failed_private_write_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):

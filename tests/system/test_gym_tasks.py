@@ -30,7 +30,7 @@ print(json.dumps(found))
 """
 
 
-def test_tasks_imported_singly_equal_the_librarys_and_leave_the_library_intact():
+def test_separately_imported_task_equals_the_task_of_the_whole_library():
     alone = json.dumps(["spell_backward", "gcd", "leg_counting", "sudoku"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, alone], capture_output=True, text=True, check=True)
     # The module of the task syllogism has another name than the task, so this task imports the whole library.

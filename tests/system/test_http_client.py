@@ -21,9 +21,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @contextmanager
 def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> Iterator[tuple[str, list[str]]]:
-    """Yield a server's URL and the list of the request heads that it received; with an empty `answer` it never
-    answers.
-    """
+    """Yield a server's URL and the request heads that it receives; with an empty `answer` it never answers."""
     heads: list[str] = []
     over = threading.Event()
 
@@ -63,7 +61,7 @@ def test_default_httpx_client_would_use_the_environments_proxy() -> None:
         http.get(url)
 
 
-def test_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
+def test_http_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
     with peer() as (url, heads), http_client.session(url, token="secret", headers={"x-who": "ada"}) as http:
         assert http.get("/status").text == "ok"
     assert heads[0].startswith("get /status ")
@@ -71,7 +69,7 @@ def test_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
     assert "x-who: ada\r\n" in heads[0]
 
 
-async def test_async_session_sends_token_and_ignores_the_proxy() -> None:
+async def test_async_http_session_sends_token_and_ignores_the_proxy() -> None:
     with peer() as (url, heads):
         async with http_client.async_session(url, token="secret") as http:
             assert (await http.get("/status")).text == "ok"
@@ -110,7 +108,7 @@ def test_no_authorization_header_is_sent_without_a_token(token: str | None) -> N
     assert http_client.authorization(token) == {}
 
 
-def test_session_times_out_on_a_silent_peer() -> None:
+def test_http_session_times_out_on_a_silent_server() -> None:
     with (
         peer(b"") as (url, _),
         http_client.session(url, timeout_s=0.2) as http,
@@ -119,14 +117,14 @@ def test_session_times_out_on_a_silent_peer() -> None:
         http.get("/")
 
 
-async def test_hot_call_times_out_at_its_deadline() -> None:
+async def test_hot_session_call_times_out_at_its_deadline() -> None:
     with peer(b"") as (url, _):
         async with http_client.hot_session(token=None, keep_alive_s=1.0) as http:
             with pytest.raises(asyncio.TimeoutError):
                 await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
-def test_deadline_limits_the_time_to_connect_even_for_endless_streams() -> None:
+def test_call_timeout_limits_the_time_to_connect_even_for_endless_streams() -> None:
     soon, endless = http_client.call_timeout(2.0), http_client.call_timeout(math.inf)
     assert (soon.total, soon.sock_connect) == (2.0, 2.0)
     assert (endless.total, endless.sock_connect) == (None, http_client.CONNECT_S)

@@ -54,7 +54,7 @@ def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: 
 
 
 @pytest.mark.parametrize("token", [None, "x", "run-toke", "run-token2", "run-tok\u00ebn"])
-def test_only_the_health_route_needs_no_token(url: str, token: str | None) -> None:
+def test_http_service_requires_the_token_on_every_route_except_health(url: str, token: str | None) -> None:
     refused = ask(url, "POST", "/double", token=token, json={"number": 1})
     assert refused.status_code == 401
     assert refused.json()["error"]["code"] == "unauthorized"
@@ -77,7 +77,7 @@ def test_only_the_health_route_needs_no_token(url: str, token: str | None) -> No
         ("GET", "/broken", None, 500, "internal_error", None),
     ],
 )
-def test_all_errors_have_one_format_and_do_not_repeat_the_input(
+def test_http_errors_have_one_format_and_do_not_repeat_the_input(
     url: str, method: str, path: str, body: bytes | None, status: int, code: str, param: str | None
 ) -> None:
     answer = ask(url, method, path, content=body)
@@ -101,7 +101,7 @@ def test_error_names_the_port_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("300.1.2.3", 0), ("192.0.2.1", 0)]
 )
-def test_invalid_addresses_are_rejected(host: str, port: int) -> None:
+def test_invalid_listen_addresses_are_rejected(host: str, port: int) -> None:
     with pytest.raises(AddressError, match=r"a port is a number|is not an address|cannot listen on"):
         listen(host, port)
 
@@ -126,7 +126,7 @@ async def test_error_during_application_startup_is_raised() -> None:
 
 @pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
 async def test_server_waits_until_the_application_has_shut_down(ending: str) -> None:
-    """The application closes slowly. It completes even if the task is cancelled meanwhile."""
+    """The shutdown is slow, and completes even if the task is cancelled meanwhile."""
     happened: list[str] = []
     closing = asyncio.Event()
 

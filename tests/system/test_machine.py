@@ -45,7 +45,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_name_servers_are_not_asked_within_the_block_and_again_afterwards(host: str) -> None:
+def test_name_servers_are_disabled_within_the_block_and_enabled_afterwards(host: str) -> None:
     machine._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):
@@ -56,7 +56,7 @@ def test_name_servers_are_not_asked_within_the_block_and_again_afterwards(host: 
 
 
 @with_glibc
-def test_other_threads_still_ask_name_servers() -> None:
+def test_name_servers_stay_enabled_in_other_threads() -> None:
     found: list[int] = []
 
     def look() -> None:
@@ -71,19 +71,19 @@ def test_other_threads_still_ask_name_servers() -> None:
 
 
 @with_glibc
-def test_name_servers_are_still_asked_if_the_host_is_given_by_name() -> None:
+def test_name_servers_stay_enabled_if_the_host_is_given_by_name() -> None:
     machine._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0
 
 
-def test_returned_ports_are_different_free_and_below_outgoing_ports() -> None:
+def test_free_ports_are_distinct_unused_and_below_the_outgoing_range() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(is_free(port) and port < 32768 for port in ports)
 
 
-def test_port_that_is_taken_is_not_returned() -> None:
+def test_free_ports_never_include_a_taken_port() -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
@@ -96,7 +96,7 @@ def test_port_taken_at_one_address_is_free_at_another() -> None:
         assert is_free(port) and not is_free(port, "127.0.0.2")
 
 
-def test_requesting_more_ports_than_are_free_is_an_error() -> None:
+def test_requesting_more_ports_than_are_free_raises() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
 
@@ -106,8 +106,8 @@ _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.machine import free_ports; free_ports(1)"
 
 
-def test_missing_loopback_is_reported_at_once() -> None:
-    """Regression: the launcher waited a minute for an unreachable server."""
+def test_missing_loopback_interface_is_reported_at_once() -> None:
+    """Otherwise the launcher would wait a minute for an unreachable server."""
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")
     done = subprocess.run([*_APART, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SOON_S)

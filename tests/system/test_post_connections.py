@@ -66,7 +66,7 @@ async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tu
         await server.wait_closed()
 
 
-async def test_get_request_has_no_body() -> None:
+async def test_fanout_get_request_has_no_body() -> None:
     peer = Peer(OK, OK)
     async with talking(peer) as (posts, url):
         assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
@@ -80,7 +80,7 @@ async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S)
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 
-async def test_request_arrives_complete_and_its_connection_is_reused() -> None:
+async def test_fanout_request_arrives_complete_and_its_connection_is_reused() -> None:
     peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url + "/below/") == (200, b"hi")
@@ -103,7 +103,7 @@ async def test_request_arrives_complete_and_its_connection_is_reused() -> None:
     ids=["closed", "ends with the connection", "in pieces"],
 )
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
-async def test_every_way_to_end_a_response_is_supported(answer: bytes, in_pieces: bool) -> None:
+async def test_fanout_client_supports_every_way_to_end_a_response(answer: bytes, in_pieces: bool) -> None:
     async with talking(Peer(answer, OK, in_pieces=in_pieces)) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
@@ -120,7 +120,7 @@ async def test_every_way_to_end_a_response_is_supported(answer: bytes, in_pieces
     ],
     ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
 )
-async def test_partial_response_is_an_error_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
+async def test_partial_response_raises_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
     peer = Peer(answer, OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(ConnectionError, match=words):
@@ -179,7 +179,7 @@ async def test_received_part_of_a_broken_stream_is_yielded(ends: bytes) -> None:
     assert peer.connections == 2
 
 
-async def test_closed_stream_drops_its_connection() -> None:
+async def test_closed_response_stream_drops_its_connection() -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
         stream = posts.stream(url, "/do", None, timeout_s=PATIENCE_S)
@@ -189,7 +189,7 @@ async def test_closed_stream_drops_its_connection() -> None:
     assert peer.connections == 2
 
 
-async def test_closed_client_opens_no_further_connection() -> None:
+async def test_closed_fanout_client_opens_no_further_connection() -> None:
     peer = Peer(OK, b"")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -203,7 +203,7 @@ async def test_closed_client_opens_no_further_connection() -> None:
     assert peer.connections == 1
 
 
-async def test_silent_peer_times_out_and_its_late_response_is_dropped() -> None:
+async def test_request_to_a_silent_server_times_out_and_its_late_response_is_dropped() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(TimeoutError):
@@ -212,7 +212,7 @@ async def test_silent_peer_times_out_and_its_late_response_is_dropped() -> None:
     assert peer.connections == 2
 
 
-async def test_cancelled_call_drops_its_connection() -> None:
+async def test_cancelled_request_drops_its_connection() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         call = asyncio.create_task(_post(posts, url))
@@ -232,7 +232,7 @@ async def test_connection_that_was_idle_too_long_is_not_reused() -> None:
     assert peer.connections == 2
 
 
-async def test_concurrent_calls_to_one_peer_use_separate_connections() -> None:
+async def test_concurrent_requests_to_one_server_use_separate_connections() -> None:
     peer = Peer(OK, OK, OK)
     async with talking(peer) as (posts, url):
         assert await asyncio.gather(*(_post(posts, url) for _ in range(3))) == [(200, b"hi")] * 3
@@ -240,12 +240,12 @@ async def test_concurrent_calls_to_one_peer_use_separate_connections() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
-async def test_invalid_address_is_rejected(url: str) -> None:
+async def test_fanout_client_rejects_an_invalid_address(url: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         await _post(http_client.post_connections(token=None, keep_alive_s=1.0), url)
 
 
-async def test_error_names_the_peer_that_cannot_be_reached() -> None:
+async def test_error_names_the_server_that_cannot_be_reached() -> None:
     posts = http_client.post_connections(token=None, keep_alive_s=1.0)
     async with talking(Peer()) as (_, url):
         pass

@@ -1,6 +1,4 @@
-"""Tests that a process ends with the status of its main function although threads are busy, and first writes its output
-and calls its exit functions.
-"""
+"""A process exits with the status of its main function despite busy threads, after its output and exit functions."""
 
 from __future__ import annotations
 
@@ -67,6 +65,8 @@ def test_thread_in_native_code_does_not_abort_the_process() -> None:
         ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_process_without_threads_ends_as_usual(main: str, status: int, said: str) -> None:
+def test_process_without_busy_threads_exits_with_the_status_of_its_main_function(
+    main: str, status: int, said: str
+) -> None:
     found, _, error = ended(f"{QUIET}run_process({main})")
     assert found == status and error.endswith(said) and bool(error) == bool(said)

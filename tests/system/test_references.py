@@ -26,13 +26,13 @@ def test_valid_references_to_user_code_are_recognised(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["torch", "x.py", "x.py:", ":y", "a/b:c", "x.py:a b", ""])
-def test_texts_that_are_no_references_are_rejected(text: str) -> None:
+def test_text_that_is_not_a_reference_to_user_code_is_rejected(text: str) -> None:
     assert not is_reference(text)
     with pytest.raises(ReferenceFailed, match=r"expected package.module:attribute or path.py:attribute, got"):
         load_reference(text)
 
 
-def test_file_is_loaded_once_and_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
+def test_user_code_file_is_loaded_once_and_same_named_files_do_not_collide(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(f"import sibling_{folder}\ndef where(): return sibling_{folder}.HERE\n")
@@ -53,7 +53,7 @@ def test_folder_of_user_code_is_first_on_the_path_during_import_and_last_afterwa
     assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
 
 
-def test_file_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
+def test_user_code_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("x = 1 +\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):

@@ -54,14 +54,14 @@ def test_tied_process_gets_the_given_signal_when_its_parent_is_killed(tmp_path: 
     [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
     ids=["parent", "program"],
 )
-def test_failure_to_tie_or_start_is_reported(parent: int, program: str, reason: str) -> None:
+def test_tied_process_reports_a_missing_parent_or_program(parent: int, program: str, reason: str) -> None:
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert reason in ended.stderr
 
 
-def test_process_runs_on_the_given_cores() -> None:
+def test_tied_process_runs_on_the_given_cores() -> None:
     core = min(os.sched_getaffinity(0))
     asked = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *asked]

@@ -1,6 +1,4 @@
-"""Tests of the conformance kit: a sound trainer passes every check, and each broken one fails the check for its
-fault.
-"""
+"""Tests of the conformance kit: a correct trainer passes, and each broken trainer fails the check for its fault."""
 
 from dataclasses import replace
 
@@ -345,13 +343,13 @@ def spec(tmp_path_factory):
     return TrainerSpec(model_path=path)
 
 
-def test_sound_trainer_passes_every_check(spec, tmp_path):
+def test_correct_trainer_passes_every_check(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(CHECKS) and all(r.promise for r in results)
 
 
-def test_sound_value_head_passes_every_value_check(spec, tmp_path):
+def test_correct_value_head_passes_every_value_check(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(VALUE_CHECKS) == len(CHECKS)
@@ -367,12 +365,12 @@ BROKEN_VALUES = [
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN_VALUES, ids=[by_name(*row) for row in BROKEN_VALUES])
-def test_broken_value_head_fails_its_check(check, verbs, spec, tmp_path):
+def test_broken_value_head_fails_the_check_for_its_fault(check, verbs, spec, tmp_path):
     subject = TrainerUnderTest(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
     assert check in {r.name for r in run(subject, directory=tmp_path) if r.status is Status.FAILED}
 
 
-def test_trainer_without_value_head_is_unsupported(spec, tmp_path):
+def test_value_checks_are_unsupported_for_a_trainer_without_value_head(spec, tmp_path):
     def refuses(sound, spec):
         if spec.head is Head.VALUE:
             raise SpecError("no values here")
@@ -384,15 +382,14 @@ def test_trainer_without_value_head_is_unsupported(spec, tmp_path):
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])
-def test_broken_trainer_fails_its_check(check, verbs, spec, tmp_path):
+def test_broken_trainer_fails_the_check_for_its_fault(check, verbs, spec, tmp_path):
     results = run(TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
     failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
     assert check in failed
     assert failed[check], "a failure gives its reason"
 
 
-def test_dependence_on_order_is_detected(spec, tmp_path):
-    """Drop the last rollout of a micro-batch, like a padding bug."""
+def test_order_check_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
@@ -402,12 +399,12 @@ def test_dependence_on_order_is_detected(spec, tmp_path):
     assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}
 
 
-def test_check_that_cannot_run_is_unsupported(spec, tmp_path):
+def test_check_that_cannot_run_is_reported_as_unsupported(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
     assert results[0].status is Status.UNSUPPORTED and "too large to sum over" in results[0].reason
 
 
-def test_trainer_that_ignores_a_missing_model_fails(tmp_path, spec):
+def test_trainer_that_ignores_a_missing_model_fails_the_check(tmp_path, spec):
     eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
     results = run(TrainerUnderTest(lambda: eager, spec, VOCAB), directory=tmp_path)
     assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}
@@ -435,8 +432,8 @@ def half_the_gradient(sound, *, learning_rate):
         ({"optimizer_step": half_the_gradient}, {"gradient_matches_the_loss", "clipping_bounds_the_norm"}),
     ],
 )
-def test_adapters_are_checked_through_the_loss(verbs, expected, spec, tmp_path):
-    """A trainer of all weights passes these checks as well; faults are detected without reading weights."""
+def test_adapter_trainer_faults_are_detected_through_the_loss(verbs, expected, spec, tmp_path):
+    """The checks do not read weights, so a trainer of all weights can stand in for one of adapters."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_matches_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
     found = run(subject, directory=tmp_path, checks=checks)

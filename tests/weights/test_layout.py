@@ -24,7 +24,7 @@ INFOS = (
 )
 
 
-def test_order_shape_and_dtype_are_kept() -> None:
+def test_wire_layout_keeps_order_shape_and_dtype() -> None:
     layout = wire_layout(INFOS)
     assert [(p.name, p.shape, p.dtype) for p in layout.parameters] == [
         ("a", (2, 3), DType.FLOAT32),
@@ -34,17 +34,17 @@ def test_order_shape_and_dtype_are_kept() -> None:
     assert layout.num_bytes == 24 + 8 + 8
 
 
-def test_unsupported_dtype_is_named() -> None:
+def test_wire_layout_rejects_an_unsupported_dtype_by_name() -> None:
     with pytest.raises(UpdateError, match=r"parameter 'd' must have one of the dtypes .* got 'int64'"):
         wire_layout([ParameterInfo("d", (1,), "int64")])
 
 
-def test_parameters_are_found_by_their_first_byte() -> None:
+def test_parameters_of_a_byte_range_are_found_by_their_first_byte() -> None:
     layout = wire_layout(INFOS)
     assert [(p.name, offset) for p, offset in parameters_in(layout, 24, 40)] == [("b", 24), ("c", 32)]
 
 
-def test_bucket_is_named_by_its_parameters() -> None:
+def test_bucket_is_described_by_its_number_and_parameters() -> None:
     layout = wire_layout(INFOS)
     bounds = layout.buckets(24)
     assert describe_bucket(layout, 0, bounds) == "bucket 1 of 2 (parameter 'a')"
@@ -52,7 +52,7 @@ def test_bucket_is_named_by_its_parameters() -> None:
 
 
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=5))
-def test_any_split_gives_the_same_digest(data: bytes, cuts: list[int]) -> None:
+def test_digest_does_not_depend_on_how_the_bytes_are_split(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     digest = WeightDigest()
     for start, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
@@ -60,7 +60,7 @@ def test_any_split_gives_the_same_digest(data: bytes, cuts: list[int]) -> None:
     assert digest.hexdigest() == xxhash.xxh3_128(data).hexdigest()
 
 
-def test_numpy_and_torch_give_the_same_digest_across_chunks() -> None:
+def test_numpy_and_torch_bytes_give_the_same_digest() -> None:
     data = np.arange(3 * 2**20 + 17, dtype=np.uint64).view(np.uint8)
     ours, theirs = WeightDigest(), WeightDigest()
     ours.update(data)
@@ -68,7 +68,7 @@ def test_numpy_and_torch_give_the_same_digest_across_chunks() -> None:
     assert ours.hexdigest() == theirs.hexdigest() == xxhash.xxh3_128(memoryview(data)).hexdigest()
 
 
-def test_other_threads_run_while_hashing() -> None:
+def test_other_threads_run_while_weights_are_hashed() -> None:
     """Hashing 256 MB in one thread blocks another for much less than the 20 ms that it takes."""
     data, ticks, stop = np.zeros(2**28, np.uint8), 0, threading.Event()
 

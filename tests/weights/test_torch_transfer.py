@@ -27,7 +27,7 @@ EXPECTED = xxhash.xxh3_128(NUMBERS.numpy().tobytes()).hexdigest()
 
 @final
 class LazyStream:
-    """A GPU's stream at its slowest: a copy happens only when somebody waits for it, into two buffers in turn."""
+    """A GPU's stream at its slowest: a copy happens only when its result is awaited, into alternating buffers."""
 
     overlaps = True
 
@@ -57,7 +57,7 @@ class LazyStream:
 @pytest.mark.parametrize(
     "stream", [HostStream(cores=2), HostStream(cores=8), LazyStream()], ids=["few", "many", "lazy"]
 )
-def test_digest_is_that_of_the_bytes_in_order(stream: TransferStream) -> None:
+def test_overlapped_digest_equals_the_digest_of_the_bytes_in_order(stream: TransferStream) -> None:
     digest, staged = OverlappedDigest(stream), [torch.empty(1000, dtype=torch.uint8) for _ in range(2)]
     for number, row in enumerate(NUMBERS):
         digest.append(staged[number % 2].copy_(row))
@@ -65,7 +65,7 @@ def test_digest_is_that_of_the_bytes_in_order(stream: TransferStream) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1000, 3000, 10**6], ids=["cut", "one_each", "three_each", "all"])
-def test_sender_never_overwrites_what_is_still_hashed(bucket_bytes: int) -> None:
+def test_sender_never_overwrites_bytes_that_are_still_being_hashed(bucket_bytes: int) -> None:
     layout = WeightLayout(
         parameters=tuple(ParameterSpec(name=f"p{n}", shape=(1000,), dtype=DType.INT8) for n in range(10))
     )
@@ -79,7 +79,7 @@ def test_sender_never_overwrites_what_is_still_hashed(bucket_bytes: int) -> None
     assert sent == EXPECTED and stream.exits == 1
 
 
-def test_failure_of_the_thread_is_raised_by_the_next_append() -> None:
+def test_error_in_the_hashing_thread_is_raised_by_the_next_append() -> None:
     digest = OverlappedDigest(HostStream(cores=8))
     digest.append(torch.ones(3, requires_grad=True))  # has no numpy form
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -113,7 +113,7 @@ def in_bytes(tensors: list[torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("kept", list(itertools.product(FLOATS, repeat=3))[::4])
 @pytest.mark.parametrize("sent", list(itertools.product(FLOATS, repeat=3))[::5])
-def test_each_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept: tuple[DType, ...]) -> None:
+def test_converted_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept: tuple[DType, ...]) -> None:
     wire, ours = layout(*sent), layout(*kept)
     tensors = values(wire)
     into = np.zeros(ours.num_bytes, np.uint8)
@@ -124,7 +124,7 @@ def test_each_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept: tup
     assert np.array_equal(into, in_bytes(expected))
 
 
-def test_block_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, ours = layout(*[DType.FLOAT32] * 3), layout(*[DType.BFLOAT16] * 3)
     whole, pieces = np.zeros(ours.num_bytes, np.uint8), np.zeros(ours.num_bytes, np.uint8)
     convert(in_bytes(values(wire)), wire, into=whole, layout=ours)
@@ -143,6 +143,6 @@ def test_value_beyond_float16_is_rejected_and_infinity_is_kept() -> None:
     assert torch.from_numpy(into).view(torch.float16).tolist() == [1.0, 2.0, float("inf")]
 
 
-def test_only_floating_layouts_are_converted() -> None:
+def test_only_floating_point_layouts_are_converted() -> None:
     assert converted_by(layout(*FLOATS)) == FLOATS
     assert converted_by(layout(DType.FLOAT32, DType.INT8, DType.FLOAT32)) == ()

@@ -44,7 +44,7 @@ def rates(source: RowSource, first: int, count: int) -> list[float]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("order", "sign"), [("easy_first", -1), ("hard_first", 1)])
-def test_band_of_width_zero_gives_order_by_difficulty_then_shuffled_epochs(
+def test_curriculum_band_of_width_zero_gives_order_by_difficulty_then_shuffled_epochs(
     tmp_path: Path, order: str, sign: int, suffix: str
 ) -> None:
     source = opened(written(tmp_path, suffix), order=order, order_band=0)
@@ -55,7 +55,7 @@ def test_band_of_width_zero_gives_order_by_difficulty_then_shuffled_epochs(
     assert epoch == rates(plain, 0, len(plain)), "the epochs are those of a run without a curriculum"
 
 
-def test_band_moves_from_easy_to_hard_and_covers_every_problem() -> None:
+def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> None:
     known = np.random.default_rng(0).random(1000)
     place_of = np.argsort(np.argsort(-known)) / 1000
     for band, over in ((0.1, 1000), (0.3, 2500), (0.2, 400)):
@@ -84,7 +84,7 @@ def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path:
     assert asked[0] == asked[1]
 
 
-def test_rate_field_names_the_field_of_the_pass_rate(tmp_path: Path) -> None:
+def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
     for suffix in (".jsonl", ".parquet"):
         path = written(tmp_path, suffix, rows)

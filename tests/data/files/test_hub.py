@@ -45,9 +45,7 @@ print(first and first.messages[0].content, len(seen))
 
 
 def asked(cache: Path, program: str = ASK) -> str:
-    """Return the output of a process without network access. A new process is needed: the library reads the setting at
-    import.
-    """
+    """Return the output of a program without network access, in a new process: the library reads this at import."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
@@ -70,7 +68,7 @@ def test_check_before_a_run_fetches_nothing_from_the_hub(tmp_path: Path) -> None
     assert asked(tmp_path, LOOK) == "None 0"
 
 
-def test_failed_fetch_is_reported_in_one_sentence(tmp_path: Path) -> None:
+def test_failed_fetch_from_the_hub_is_reported_in_one_sentence(tmp_path: Path) -> None:
     said = asked(tmp_path)
     assert said.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
     assert 'set source = "files" with its path' in said and "\n" not in said
@@ -111,7 +109,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_only_the_requested_number_of_rows_is_checked(name: str, tmp_path: Path) -> None:
+def test_check_before_a_run_reads_only_the_requested_number_of_rows(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
     each = 10 if name != "saved" else 5  # rows from each of two files
@@ -130,7 +128,7 @@ def test_check_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: P
     assert looked_at(path, 1000, size=5) == []
 
 
-def test_invalid_row_gives_the_same_error_as_in_a_run(tmp_path: Path) -> None:
+def test_invalid_row_gives_the_same_error_in_the_check_as_in_a_run(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "a", "answer": "b", "metadata": "c"}])
     with pytest.raises(RecipeError, match=r"a\.jsonl line 61: field 'metadata' must be an object, got 'c'"):
         looked_at(path, 1000)

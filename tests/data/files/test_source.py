@@ -122,7 +122,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_problems(name: str, tmp_path: Path) -> None:
+def test_every_data_file_format_gives_the_same_problems(name: str, tmp_path: Path) -> None:
     expected = {split: problems(opened(jsonl(tmp_path / "twin.jsonl"), split)) for split in Split}
     path = WRITERS[name](tmp_path / name)
     found = {split: problems(opened(path, split)) for split in Split}
@@ -184,7 +184,7 @@ def test_existing_splits_are_used_and_missing_splits_are_taken_from_training_row
     assert 0 < len(found[Split.VALIDATION]) < 12
 
 
-def test_split_names_are_configurable_and_a_splits_own_path_takes_precedence(tmp_path: Path) -> None:
+def test_split_names_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     for name, rows in (("train_sft", ROWS[:30]), ("test_sft", ROWS[30:40]), ("train_prefs", ROWS[40:])):
         saved_to_disk(folder / name, rows)
@@ -217,7 +217,7 @@ def test_hub_folder_with_several_configurations_needs_a_name(tmp_path: Path) -> 
         opened(folder, config="main")
 
 
-def test_duplicate_rows_become_one_problem(tmp_path: Path) -> None:
+def test_duplicate_data_rows_become_one_problem(tmp_path: Path) -> None:
     source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
     assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
 
@@ -267,7 +267,7 @@ def test_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
     )
 
 
-def test_a_prompt_field_may_hold_messages(tmp_path: Path) -> None:
+def test_prompt_field_may_contain_messages(tmp_path: Path) -> None:
     problem = only(jsonl(tmp_path / "a.jsonl", [{"prompt": NESTED["chat"], "answer": ["a", 1]}]))
     assert problem.messages == (Message("system", "s"), Message("user", "u"))
     assert problem.ground_truth == '["a",1]'
@@ -396,14 +396,13 @@ def test_invalid_parameter_error_names_the_parameter(
 
 
 def test_fast_path_of_the_row_digest_agrees_with_field_map_text() -> None:
-    """`index_of` has a fast path for rows of plain text, which must agree with `FieldMap.text`."""
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt
     assert [digest.tobytes() for digest in indexed.digests] == [digest_of(columns.text(row)) for row in ROWS]
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_data_file_is_read_again(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS[:30])
     before = len(opened(path))
     jsonl(path)

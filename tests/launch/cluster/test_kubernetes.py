@@ -53,7 +53,7 @@ def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     ],
     ids=["plain", "pull", "own_redis", "ends_of_lines_that_are_none_in_toml"],
 )
-def test_manifests_match_the_published_schemas(sections: dict[str, object]) -> None:
+def test_kubernetes_manifests_match_the_published_schemas(sections: dict[str, object]) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")
     text = kubernetes.manifest_text(_manifests(**sections), ["a note"])
     objects = list(yaml.safe_load_all(text))
@@ -74,7 +74,7 @@ def test_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> Non
     assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
 
 
-def test_each_role_that_listens_has_a_service() -> None:
+def test_each_role_that_listens_has_a_kubernetes_service() -> None:
     objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
@@ -82,13 +82,13 @@ def test_each_role_that_listens_has_a_service() -> None:
     assert [port["port"] for port in services["x-engine"]["ports"]] == [20001, 20002]
 
 
-def test_password_of_the_streams_comes_from_a_secret() -> None:
+def test_redis_password_in_manifests_comes_from_a_kubernetes_secret() -> None:
     jobs = _jobs(_manifests(streams={"redis_url": "redis://:s3cret@db:6379/0"}))
     env = {each["name"]: each for each in jobs["x-head"]["template"]["spec"]["containers"][0]["env"]}
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
-def test_recipe_with_a_password_outside_streams_is_rejected() -> None:
+def test_manifests_of_a_recipe_with_a_password_outside_streams_are_rejected() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
     with pytest.raises(UserError, match="a password outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
@@ -96,7 +96,7 @@ def test_recipe_with_a_password_outside_streams_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
-def test_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ...]) -> None:
+def test_host_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="lower-case letters, digits and dashes"):
         _manifests(words)
 
@@ -114,7 +114,6 @@ def test_manifests_are_kept_and_their_path_named_if_kubectl_is_missing(
 
 @contextmanager
 def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
-    """Start the pods of a small run on two hosts, one engine on each."""
     runs = folder / "runs"
     runs.mkdir()
     recipe = bigram_recipe(folder / "bigram")
@@ -157,7 +156,7 @@ def _stop(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dead_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
+def test_dead_worker_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
         head, worker = kubelet.pods
         _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
@@ -171,7 +170,7 @@ def test_dead_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dead_head_is_replaced_and_resumes_from_the_checkpoint(tmp_path: Path) -> None:
+def test_dead_head_pod_is_replaced_and_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
         head, _ = kubelet.pods
         _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")

@@ -45,7 +45,7 @@ MEMBERS = Members(
 LAUNCH = LaunchRecord(id="one", members=MEMBERS)
 
 
-def test_members_and_launches_are_unchanged_after_writing_and_reading(tmp_path: Path) -> None:
+def test_cluster_members_and_launch_records_survive_a_round_trip(tmp_path: Path) -> None:
     assert read_members(tmp_path) is None and read_launch(tmp_path) is None
     write_members(tmp_path, MEMBERS)
     write_launch(tmp_path, LAUNCH)
@@ -56,7 +56,7 @@ def test_members_and_launches_are_unchanged_after_writing_and_reading(tmp_path: 
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
 
 
-def test_error_for_a_damaged_file_names_the_file(tmp_path: Path) -> None:
+def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> None:
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
@@ -65,7 +65,7 @@ def test_error_for_a_damaged_file_names_the_file(tmp_path: Path) -> None:
     assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
 
 
-def test_node_is_up_while_its_file_keeps_changing(tmp_path: Path) -> None:
+def test_node_counts_as_up_while_its_file_keeps_changing(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
@@ -83,7 +83,7 @@ def test_node_is_up_while_its_file_keeps_changing(tmp_path: Path) -> None:
     assert others.up(201.0) == frozenset() and others.failure() is None
 
 
-def test_node_of_another_launch_is_ignored(tmp_path: Path) -> None:
+def test_node_file_of_another_launch_is_ignored(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     others = OtherNodes(tmp_path, "two", ["b"])
     NodeFile(tmp_path, "b", "one").tell(NodeState.FAILED, "engine-0 ended")
@@ -94,7 +94,7 @@ def test_node_of_another_launch_is_ignored(tmp_path: Path) -> None:
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_restarts_on_other_nodes_are_reported(tmp_path: Path) -> None:
+def test_process_restarts_on_other_nodes_are_reported(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
     NodeFile(tmp_path, "b", "one").tell_restarts(died)
@@ -108,7 +108,7 @@ def test_unwritable_node_state_is_ignored(tmp_path: Path) -> None:
     assert not node_path(tmp_path, "b").exists()
 
 
-def test_node_without_a_launch_fails_and_says_what_to_start(tmp_path: Path) -> None:
+def test_node_without_a_launch_fails_and_names_the_command_to_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
@@ -116,7 +116,7 @@ def test_node_without_a_launch_fails_and_says_what_to_start(tmp_path: Path) -> N
         serve_share(tmp_path, "b", head_s=0.0)
 
 
-def test_waiting_node_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_node_announces_the_launch_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):
@@ -182,7 +182,7 @@ def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
     assert "of this launch" not in (tmp_path / "cluster" / "launch.json").read_text() and len(id) == 16
 
 
-def test_failure_of_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> None:
+def test_failure_on_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
@@ -202,7 +202,7 @@ def test_failure_of_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> No
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
 
 
-def test_other_nodes_stop_before_the_head(tmp_path: Path) -> None:
+def test_other_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     node = NodeFile(tmp_path, "b", id)
@@ -225,7 +225,7 @@ def test_other_nodes_stop_before_the_head(tmp_path: Path) -> None:
     assert not any("did not stop" in line for line in said)
 
 
-def test_node_that_does_not_stop_is_named(tmp_path: Path) -> None:
+def test_node_that_does_not_stop_in_time_is_named(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said, grace_s=0.01)
     NodeFile(tmp_path, "b", id).tell(NodeState.UP)
@@ -233,7 +233,7 @@ def test_node_that_does_not_stop_is_named(tmp_path: Path) -> None:
     assert said[-1] == "b did not stop in time; stopping the head"
 
 
-def test_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:
+def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:
     head, id = _head(tmp_path, [])
     own, others = (RestartStatus(name=name, deaths=1, unforgiven=1.0, limit=3) for name in ("trainer", "engine-0"))
     NodeFile(tmp_path, "b", id).tell_restarts((others,))
@@ -243,7 +243,7 @@ def test_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:
     assert [each.name for each in read_restarts(tmp_path)] == ["trainer", "engine-0"]
 
 
-def test_run_on_one_machine_writes_no_records(tmp_path: Path) -> None:
+def test_run_on_one_machine_writes_no_cluster_records(tmp_path: Path) -> None:
     launch, _ = _launch(tmp_path, SOON_S)
     (tmp_path / "cluster" / "hosts.json").unlink()
     head = HeadNode(launch, None, pytest.fail)

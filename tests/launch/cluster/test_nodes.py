@@ -1,6 +1,4 @@
-"""A run on two hosts, each with its own supervisor: one host is killed in the middle and comes back, and the run
-completes.
-"""
+"""A run on two hosts, each with its own supervisor, completes although one host is killed and comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ _TIE = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SI
 
 @contextmanager
 def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `pipelinerl node` on a host within the block, and kill it afterwards."""
     words = [*_TIE, *host.enter, *CLI, "node", str(run_dir), "--name", "b"]
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -47,7 +44,7 @@ def _begun(run: LiveRun) -> bool:
     return (run.directory / "cluster" / "launch.json").is_file()
 
 
-def test_run_continues_and_ends_after_a_host_is_killed(tmp_path: Path) -> None:
+def test_run_continues_and_completes_after_a_host_is_killed(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     with two_hosts() as (one, two):
         hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]

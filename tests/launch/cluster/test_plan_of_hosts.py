@@ -53,7 +53,7 @@ def _planned(words: Sequence[str], **sections: object) -> Launch:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plans_match_the_golden_files(case: str) -> None:
+def test_plans_of_several_hosts_match_the_golden_files(case: str) -> None:
     sections, words = CASES[case]
     shown = "\n".join(plan_lines(_planned(words, **sections))) + "\n"
     path = GOLDEN / f"{case}.txt"
@@ -63,7 +63,7 @@ def test_plans_match_the_golden_files(case: str) -> None:
     assert shown == path.read_text()
 
 
-def test_each_process_binds_the_address_of_its_one_host() -> None:
+def test_each_planned_process_binds_the_address_of_its_host() -> None:
     launch = _planned(TWO, engine={"count": 3})
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
@@ -77,7 +77,7 @@ def test_each_process_binds_the_address_of_its_one_host() -> None:
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_plan_names_secrets_only_by_their_files() -> None:
+def test_launch_plan_names_secrets_only_by_their_files() -> None:
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
@@ -85,12 +85,12 @@ def test_plan_names_secrets_only_by_their_files() -> None:
     assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
 
 
-def test_name_server_timeouts_are_short() -> None:
-    """The C library's default is two tries of 5 s each, and torch's TCPStore looks up the name of each peer."""
+def test_planned_processes_have_short_name_server_timeouts() -> None:
+    """The C library tries twice for 5 s each by default, and torch's TCPStore looks up the name of each peer."""
     assert {spec.env["RES_OPTIONS"] for spec in processes_of(_planned(TWO)).specs} == {"timeout:1 attempts:2"}
 
 
-def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
+def test_ranks_of_one_trainer_form_one_group_with_one_gpu_each() -> None:
     sections, words = CASES["trainer_over_two"]
     processes = plan_json(_planned(words, **sections))["processes"]
     ranks = {each["rank"]: each for each in processes if each["rank"] is not None}
@@ -124,7 +124,7 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
         (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
-def test_impossible_hosts_are_refused_with_a_remedy(
+def test_impossible_hosts_are_rejected_with_a_remedy(
     words: tuple[str, ...], sections: dict[str, object], refusal: str
 ) -> None:
     gpus = 0 if refusal == "got a twice" else None
@@ -133,7 +133,7 @@ def test_impossible_hosts_are_refused_with_a_remedy(
         _launch(config, read_hosts(config, words, count=None, gpus=gpus))
 
 
-def test_hosts_may_be_given_by_their_number() -> None:
+def test_hosts_can_be_given_by_count() -> None:
     hosts = read_hosts(_config(), [], count=2, gpus=4)
     assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
         ("host-0", "host-0", 4), ("host-1", "host-1", 4),
@@ -142,7 +142,7 @@ def test_hosts_may_be_given_by_their_number() -> None:
         read_hosts(_config(), ["a"], count=2, gpus=4)
 
 
-def test_host_uses_its_detected_devices_and_is_rejected_with_too_few() -> None:
+def test_host_uses_its_detected_gpus_and_is_rejected_with_too_few() -> None:
     placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
@@ -153,18 +153,18 @@ def test_host_uses_its_detected_devices_and_is_rejected_with_too_few() -> None:
         placement.host("c")
 
 
-def test_host_is_unchanged_after_writing_and_reading() -> None:
+def test_host_survives_a_json_round_trip() -> None:
     host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_plan_rejects_a_dependency_that_is_on_no_host() -> None:
+def test_launch_plan_rejects_a_dependency_that_is_on_no_host() -> None:
     spec = processes_of(_planned(TWO)).spec("engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):
         Plan((spec,))
 
 
-def test_too_few_gpus_are_a_recipe_error() -> None:
+def test_hosts_with_too_few_gpus_raise_a_recipe_error() -> None:
     with pytest.raises(RecipeError):
         _planned(("a:gpus=0", "b:gpus=1"))

@@ -1,6 +1,4 @@
-"""Ray: the resources that are requested, and a real cluster of two Ray nodes, which runs `pipelinerl node` in each
-bundle.
-"""
+"""Ray: the requested resources, and a real cluster of two Ray nodes that runs `pipelinerl node` in each bundle."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ finally:
 """
 
 
-def test_bundle_has_the_resources_of_its_host() -> None:
+def test_ray_bundle_has_the_resources_of_its_host() -> None:
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=8", "b:gpus=0"], count=None, gpus=None))
     assert launcher.bundles_of(members) == [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 1.0}]
     assert launcher.describe(CONFIG, members).splitlines() == [
@@ -73,7 +71,9 @@ def test_argument_that_describes_a_host_is_read_as_the_same_host() -> None:
     assert host.devices == numbered_devices(2)
 
 
-def test_missing_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_on_ray_without_the_package_is_rejected_with_an_install_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=0"], count=None, gpus=None))
     with pytest.raises(UserError, match=r"pip install 'pipelinerl\[ray\]'"):
@@ -81,7 +81,7 @@ def test_missing_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.slow
-def test_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
+def test_ray_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"
@@ -109,10 +109,8 @@ def _served(run: LiveRun) -> int:
 
 
 @pytest.mark.slow
-def test_lost_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
-    """The lost machine is the one that Ray chose for a host: the head, whose run resumes from the checkpoint, or the
-    other.
-    """
+def test_lost_ray_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
+    """Ray chooses which host runs on the lost machine; if it is the head, the run resumes from its checkpoint."""
     directory = tmp_path / "run"
     words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
     with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:

@@ -40,7 +40,7 @@ def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | Non
     return slurm.slurm_script(config, members, run_dir=RUN, **rest)
 
 
-def test_script_requests_the_plans_resources_and_a_signal_before_the_time_limit() -> None:
+def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit() -> None:
     script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
@@ -50,19 +50,19 @@ def test_script_requests_the_plans_resources_and_a_signal_before_the_time_limit(
     assert '--host "$name=${address:-$name}:gpus=8"' in script
 
 
-def test_named_hosts_keep_their_order_and_options() -> None:
+def test_hosts_named_in_a_slurm_script_keep_their_order_and_options() -> None:
     script = _script(("t7:gpus=4,roles=trainer", "e1:gpus=8,roles=engine+actor"))
     assert "#SBATCH --nodelist=t7,e1" in script and "#SBATCH --gpus-per-node=8" in script
     assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
 
 
-def test_hosts_with_different_gpu_counts_are_rejected_without_names() -> None:
+def test_slurm_hosts_with_different_gpu_counts_are_rejected_without_names() -> None:
     with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
-def test_script_is_valid_bash() -> None:
+def test_slurm_script_is_valid_bash() -> None:
     for script in (_script((), count=3), _script(("a", "b"))):
         done = subprocess.run(
             ["bash", "-n"], input=script, text=True, capture_output=True, timeout=PATIENCE_S, check=False
@@ -70,7 +70,7 @@ def test_script_is_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_script_is_kept_and_its_path_named_if_sbatch_is_missing(
+def test_slurm_script_is_kept_and_its_path_named_if_sbatch_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -109,7 +109,7 @@ _SOON = "now+5"
 
 
 @pytest.mark.slow
-def test_script_restarts_killed_steps_and_suspends_before_the_time_limit(tmp_path: Path) -> None:
+def test_slurm_script_restarts_killed_steps_and_suspends_before_the_time_limit(tmp_path: Path) -> None:
     """The signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -163,7 +163,7 @@ def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object]
 
 
 @pytest.mark.slow
-def test_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
+def test_run_completes_on_a_slurm_cluster_of_two_nodes(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with slurm_cluster(tmp_path / "slurm") as cluster:
         job = _submitted(cluster, light_run(directory, "run.steps=4", "engine.count=2"))
@@ -176,7 +176,7 @@ def test_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_suspended_at_the_time_limit_resumes_in_the_requeued_job(tmp_path: Path) -> None:
+def test_run_suspended_at_the_slurm_time_limit_resumes_in_the_requeued_job(tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
     def made() -> list[int]:

@@ -175,7 +175,7 @@ def every_screen(server: ServedPage) -> list[str]:
     return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
 
 
-def test_each_screen_shows_the_files_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
+def test_every_screen_shows_the_data_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -224,7 +224,7 @@ def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Bro
         expect(page.locator("main")).to_contain_text("Entropy was not measured here")
 
 
-def test_episode_is_a_tree_of_turns_and_environments_have_figures(browser: Browser, tmp_path: Path) -> None:
+def test_episode_is_shown_as_a_tree_of_turns_with_environment_figures(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     run = written_run(tmp_path / "run", steps=3)
@@ -253,7 +253,9 @@ def test_episode_is_a_tree_of_turns_and_environments_have_figures(browser: Brows
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
-def test_screens_fit_and_have_enough_contrast(browser: Browser, server: ServedPage, scheme: Any, width: int) -> None:
+def test_screens_fit_the_window_and_have_enough_contrast(
+    browser: Browser, server: ServedPage, scheme: Any, width: int
+) -> None:
     with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 900}) as page:
         for screen in every_screen(server):
             go(page, server.url, screen)
@@ -308,7 +310,7 @@ def test_every_screen_is_reachable_by_keyboard(browser: Browser, server: ServedP
         expect(page.get_by_role("heading", name=re.compile("^In this window"))).not_to_have_text(span)
 
 
-def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage) -> None:
+def test_mouse_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -361,12 +363,12 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
 
 
 def question_of(url: str) -> tuple[str, dict[str, str]]:
-    """Return path and query."""
+    """Return the path of a URL, and its query parameters."""
     parts = urlsplit(url)
     return parts.path, dict(parse_qsl(parts.query))
 
 
-def test_link_followed_during_startup_is_opened(browser: Browser, server: ServedPage) -> None:
+def test_link_followed_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
     """The link is followed after the first drawing and before its effects."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
@@ -374,7 +376,7 @@ def test_link_followed_during_startup_is_opened(browser: Browser, server: Served
         shown(page, "timeline")
 
 
-def test_lost_connection_is_shown_and_restored(browser: Browser, server: ServedPage) -> None:
+def test_page_shows_and_restores_a_lost_event_stream(browser: Browser, server: ServedPage) -> None:
     with troubled(browser, server) as page:
         page.route("**/api/stream*", lambda route: route.abort())
         page.goto(server.url)
@@ -383,7 +385,7 @@ def test_lost_connection_is_shown_and_restored(browser: Browser, server: ServedP
         page.locator("[data-heard=open]").wait_for()
 
 
-def test_failed_request_is_retried(browser: Browser, server: ServedPage) -> None:
+def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: Browser, server: ServedPage) -> None:
     """The stream stays open and silent during the retry."""
     with troubled(browser, server) as page:
         page.route("**/api/samples*", lambda route: route.abort())
@@ -395,7 +397,7 @@ def test_failed_request_is_retried(browser: Browser, server: ServedPage) -> None
         page.get_by_role("alert").wait_for(state="detached")
 
 
-def test_loading_that_ends_before_the_stream_opens_is_noticed(browser: Browser, server: ServedPage) -> None:
+def test_page_notices_that_loading_ended_before_the_event_stream_opened(browser: Browser, server: ServedPage) -> None:
     """The first response says that files are still being read; by the time the stream opens, they have been read."""
     early = server.get("/api/run") | {"loading": {"events": 0.5, "samples": 0.25}}
     with troubled(browser, server) as page:
@@ -405,7 +407,7 @@ def test_loading_that_ends_before_the_stream_opens_is_noticed(browser: Browser, 
         page.get_by_text("The run's files are being read").wait_for(state="detached")
 
 
-def test_page_without_a_key_explains_what_to_do(browser: Browser, server: ServedPage) -> None:
+def test_page_without_a_key_tells_the_user_to_open_the_link(browser: Browser, server: ServedPage) -> None:
     with troubled(browser, server) as page:
         page.goto(server.url)
         shown(page, "now")
@@ -414,7 +416,7 @@ def test_page_without_a_key_explains_what_to_do(browser: Browser, server: Served
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
 
 
-def test_used_link_asks_for_another_key_and_accepts_it(browser: Browser, server: ServedPage) -> None:
+def test_page_opened_by_a_used_link_accepts_a_new_key(browser: Browser, server: ServedPage) -> None:
     used = server.keys[-1]
     server.http.get(f"/?key={used}")
     context = browser.new_context()
@@ -454,7 +456,7 @@ def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser,
         expect(figure.locator(".choice")).to_be_hidden()
 
 
-def test_hostile_texts_are_shown_and_never_run(browser: Browser, server: ServedPage) -> None:
+def test_hostile_texts_are_displayed_and_never_executed(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     assert len(HOSTILE) == len(set(HOSTILE)) == 200
@@ -482,7 +484,7 @@ def go_on(page: Page, screen: str) -> None:
     shown(page, screen.split("/")[0].split("?")[0])
 
 
-def test_slider_changes_k_while_the_controller_is_live(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_staleness_k_of_a_live_controller(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     with steered_run(tmp_path / "run") as run:
@@ -522,7 +524,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
 
 
 @pytest.mark.slow  # the test above covers this with the controller alone
-def test_slider_changes_k_while_the_run_is_live(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_staleness_k_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "live"

@@ -1,4 +1,4 @@
-"""A growing, torn or replaced log is read with every whole line once."""
+"""Each complete line of an event log is read once, also if the file grows or is replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_all(tail: EventTail) -> list[int]:
             return found
 
 
-def test_growing_log_is_continued_and_a_torn_tail_waits_for_its_end(tmp_path: Path) -> None:
+def test_tail_reads_appended_lines_and_waits_for_an_incomplete_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = EventTail(path)
     assert tail.read().events == [] and tail.share == 1.0
@@ -35,14 +35,14 @@ def test_growing_log_is_continued_and_a_torn_tail_waits_for_its_end(tmp_path: Pa
     assert read_all(tail) == [3, 4]
 
 
-def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_malformed_event_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"{}\n[1]\nnot json\n\xff\n" + b"[" * 5000 + b"\n" + lines(1) + b'{"kind": 3}\n\n' + lines(2))
     tail = EventTail(path)
     assert read_all(tail) == [1, 2] and tail.unreadable == 7
 
 
-def test_logs_and_lines_longer_than_a_piece_are_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_event_log_is_read_in_pieces_and_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(event_tail, "_PIECE_BYTES", 256)
     monkeypatch.setattr(event_tail, "_MOST_BYTES", 4096)
     path = tmp_path / "events.jsonl"
@@ -56,7 +56,7 @@ def test_logs_and_lines_longer_than_a_piece_are_read(tmp_path: Path, monkeypatch
     assert read_all(tail) == [61] and tail.unreadable > 0, "what is no event of ours is passed over"
 
 
-def test_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_replaced_event_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     path, other = tmp_path / "events.jsonl", tmp_path / "other"
     path.write_bytes(lines(1, 2))
     tail = EventTail(path)

@@ -39,7 +39,7 @@ def run(page: Page, body: str) -> Any:
     return page.evaluate(SETUP, body)
 
 
-def test_template_becomes_elements_texts_and_attributes(page: Page) -> None:
+def test_html_template_is_rendered_to_elements_texts_and_attributes(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -52,7 +52,7 @@ def test_template_becomes_elements_texts_and_attributes(page: Page) -> None:
     assert drawn == '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four</p>'
 
 
-def test_value_never_becomes_markup(page: Page) -> None:
+def test_template_value_is_never_parsed_as_markup(page: Page) -> None:
     drawn = run(
         page, "render(html`<p title=${'<b>'}>${'<b>x</b>'}</p>`, place); return place.firstChild.children.length;"
     )
@@ -81,7 +81,7 @@ def test_keyed_children_keep_their_nodes_and_state_when_moved(page: Page) -> Non
     assert drawn == ["firstcbdlast", True]
 
 
-def test_component_that_drew_nothing_reappears_in_its_place(page: Page) -> None:
+def test_component_that_rendered_nothing_reappears_in_its_place(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -115,7 +115,7 @@ def test_effects_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> 
     assert drawn == ["on a", "off a", "on b", "off b"]
 
 
-def test_several_state_changes_are_drawn_once(page: Page) -> None:
+def test_several_state_changes_cause_one_redraw(page: Page) -> None:
     drawn = run(
         page,
         """

@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_resume_undoes_the_end_and_the_steps_above_it() -> None:
+def test_resumed_run_clears_its_end_state_and_the_steps_it_repeats() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -30,7 +30,7 @@ def test_resume_undoes_the_end_and_the_steps_above_it() -> None:
     assert made.state == "failed"
 
 
-def test_alarms_stay_until_cleared_and_knobs_have_their_last_values() -> None:
+def test_alarm_stays_until_cleared_and_knobs_show_their_last_values() -> None:
     alarm = {"kind": "alarm", "alarm": "stale", "domain": "a", "step": 3, "what": "too old"}
     change = {"kind": "knobs", "changes": {"k": 8}, "who": "ann", "step": 4}
     made = view(alarm, change)
@@ -40,7 +40,7 @@ def test_alarms_stay_until_cleared_and_knobs_have_their_last_values() -> None:
     assert overview(made, window=5)["alarms"] == []
 
 
-def test_drained_engine_has_left_and_is_not_lost() -> None:
+def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     lost = {"kind": "engine_lost", "url": "http://a:1", "reason": "drained"}
     made = view({"kind": "engine_joined", "url": "http://a:1"}, lost | {"planned": True})
     assert made.engines["http://a:1"]["state"] == "left"
@@ -52,7 +52,7 @@ def test_drained_engine_has_left_and_is_not_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_after_a_number_are_returned_although_the_oldest_are_gone() -> None:
+def test_marks_after_returns_the_marks_that_were_kept_after_the_given_number() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
@@ -60,7 +60,7 @@ def test_marks_after_a_number_are_returned_although_the_oldest_are_gone() -> Non
     assert told == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
-def test_stale_groups_are_counted_by_who_dropped_them() -> None:
+def test_stale_groups_are_counted_by_cause() -> None:
     step = {"kind": "step", "step": 1, "by_domain": {"a": {"groups": 6.0, "stale_groups": 3.0, "rollouts": 48.0}}}
     outdated = {"kind": "group_outdated", "order_id": "prompt-1"}
     stale = overview(view(outdated, step, outdated, step | {"step": 2}), window=1)["stale"]
@@ -68,7 +68,7 @@ def test_stale_groups_are_counted_by_who_dropped_them() -> None:
     assert [each["groups"] for each in stale["by_cause"]] == [2.0, 1.0]
 
 
-def test_interval_weights_steps_by_their_rollouts() -> None:
+def test_confidence_interval_weights_steps_by_their_rollouts() -> None:
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
     found = estimate(steps, "reward")
     assert found is not None and found["mean"] == 0.5
@@ -80,7 +80,7 @@ def test_interval_weights_steps_by_their_rollouts() -> None:
     assert estimate([], "reward") is None
 
 
-def test_malformed_events_are_accepted_in_bounded_memory() -> None:
+def test_run_view_accepts_malformed_events_in_bounded_memory() -> None:
     odd: list[Any] = [None, "x" * 100_000, -1, 10**400, [], {}, {"a": {"b": None}}, True]
     kinds = ("step", "publish", "run_started", "knobs", "evaluation", "engines", "alarm", "engine_joined",
              "engine_lost", "run_finished", "group_outdated", "unheard of")  # fmt: skip

@@ -46,7 +46,7 @@ def test_newest_samples_come_first_and_repeated_steps_count_once(tmp_path: Path)
     assert found == copied and found is not None and found.answers[0].text == "again", "names are permanent"
 
 
-def test_samples_that_the_log_dropped_disappear(tmp_path: Path) -> None:
+def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -> None:
     long = tuple(answer("x" * 4000) for _ in range(4))
     kept(tmp_path, *(group(step, *long) for step in range(1, 30)), max_bytes=2**20)
     index = read(SampleIndex(tmp_path))
@@ -59,7 +59,7 @@ def test_samples_that_the_log_dropped_disappear(tmp_path: Path) -> None:
     assert index.share == 1.0
 
 
-def test_missing_values_sort_last_and_paging_omits_no_sample(tmp_path: Path) -> None:
+def test_missing_values_sort_last_and_paging_returns_every_sample(tmp_path: Path) -> None:
     rewards = [0.5, None, 0.25, 1.0, None, 0.5]
     kept(tmp_path, *(group(step, answer(reward=reward)) for step, reward in enumerate(rewards, start=1)))
     index = read(SampleIndex(tmp_path))
@@ -74,7 +74,7 @@ def test_missing_values_sort_last_and_paging_omits_no_sample(tmp_path: Path) -> 
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
-def test_only_the_newest_samples_are_kept_beyond_the_limit(tmp_path: Path) -> None:
+def test_index_keeps_only_the_newest_samples_up_to_its_limit(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))
     assert index.count == 10 and index.left_out == 15
@@ -93,7 +93,7 @@ def test_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
 
 
-def test_foreign_and_torn_lines_are_ignored(tmp_path: Path) -> None:
+def test_sample_index_ignores_malformed_and_incomplete_lines(tmp_path: Path) -> None:
     kept(tmp_path, group(1))
     (path,) = (tmp_path / "samples").iterdir()
     with path.open("ab") as file:

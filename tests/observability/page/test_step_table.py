@@ -55,7 +55,7 @@ def test_repeated_step_removes_later_steps() -> None:
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
 
 
-def test_rows_since_a_step_equal_the_end_of_all_rows() -> None:
+def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
     made = table(4099)  # spans more than one chunk
     whole = made.rows(["reward"], points=4100)
     for since in (0, 4095, 4096, 4098, 4099, 9999):
@@ -65,13 +65,13 @@ def test_rows_since_a_step_equal_the_end_of_all_rows() -> None:
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_plain_columns_equals_plain_of_each_column() -> None:
+def test_plain_columns_rounds_each_column_like_plain() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
-def test_windows_and_missing_figures() -> None:
+def test_step_table_returns_rows_of_a_window_and_omits_missing_figures() -> None:
     made = table(100)
     assert made.rows(["reward"], points=10, first=11, last=20).places["step"].tolist() == list(range(11, 21))
     assert made.rows(["reward"], points=10, first=200).means["reward"].tolist() == []
@@ -79,7 +79,7 @@ def test_windows_and_missing_figures() -> None:
     assert StepTable().rows(["reward"], points=10).places["step"].tolist() == [] and StepTable().bounds == (0, 0)
 
 
-def test_domain_figures_are_named_and_odd_values_are_ignored() -> None:
+def test_domain_figures_get_path_names_and_invalid_values_are_ignored() -> None:
     made = StepTable()
     odd = {"huge": 10**400, "nan": math.nan, "text": "x", "flag": True, "list": [1], "big": 1e200}
     domains = {"a/b": {"reward": 1.0, "x": "y"}, "c": 3}
@@ -91,7 +91,7 @@ def test_domain_figures_are_named_and_odd_values_are_ignored() -> None:
     assert made.count == 1
 
 
-def test_late_figures_are_nan_before_and_excess_figures_are_dropped() -> None:
+def test_figure_is_nan_before_it_first_appears_and_excess_figures_are_dropped() -> None:
     made = table(10)
     made.add({"step": 11, **{f"figure {number}": 1.0 for number in range(2 * MOST_FIGURES)}})
     assert len(made.figures) == MOST_FIGURES
@@ -99,7 +99,7 @@ def test_late_figures_are_nan_before_and_excess_figures_are_dropped() -> None:
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_rounds_to_significant_digits() -> None:
+def test_plain_rounds_values_to_significant_digits() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

@@ -30,7 +30,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_hostile_text_is_escaped() -> None:
+def test_hostile_sample_text_is_escaped_in_the_report() -> None:
     evil = group(
         5,
         answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE),
@@ -50,19 +50,19 @@ def test_hostile_text_is_escaped() -> None:
     page.encode()
 
 
-def test_long_text_is_shortened() -> None:
+def test_long_sample_text_is_shortened_in_the_report() -> None:
     page = samples_section([group(1, answer("<" * 10**6), prompt="&" * 10**6)])
     assert len(page) < 60_000 and "characters left out" in page
 
 
-def test_section_shows_the_best_and_worst_of_the_last_steps() -> None:
+def test_samples_section_shows_the_best_and_worst_of_the_last_steps() -> None:
     made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
     text = Elements(samples_section(made)).text
     assert "Best of the last steps" in text and "Worst of the last steps" in text
     assert "good 20" in text and "bad 20" in text and "good 15" not in text
 
 
-def test_report_has_the_samples_of_its_run(tmp_path: Path) -> None:
+def test_report_contains_the_samples_of_its_run(tmp_path: Path) -> None:
     assert "No samples were kept." in render(tell(events(3)), "")
     (tmp_path / "events.jsonl").write_text("")
     log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)

@@ -44,11 +44,11 @@ def line(made: SampleGroup) -> bytes:
         ({"kinds": frozenset((SampleKind.EVALUATION,)), "evaluation": "aime"}, "g"),
     ],
 )
-def test_query_chooses_matching_samples(wanted: dict[str, Any], texts: str) -> None:
+def test_sample_query_returns_matching_samples(wanted: dict[str, Any], texts: str) -> None:
     assert "".join(each.answer.text for each in SampleQuery(**wanted).choose(GROUPS)) == texts
 
 
-def test_reader_continues_at_its_position_and_reads_only_whole_lines(tmp_path: Path) -> None:
+def test_sample_reader_continues_at_its_position_and_reads_only_complete_lines(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     path, reader = tmp_path / "samples" / "training-000001.jsonl", SampleReader(tmp_path)
     assert reader.new() == []
@@ -61,7 +61,7 @@ def test_reader_continues_at_its_position_and_reads_only_whole_lines(tmp_path: P
     assert reader.new() == []
 
 
-def test_last_samples_of_a_repeated_step_count(tmp_path: Path) -> None:
+def test_samples_of_a_repeated_step_replace_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     again = group(1, answer("again"), time=9.0)
     (tmp_path / "samples" / "training-000001.jsonl").write_bytes(line(GROUPS[0]) + b"torn {\n" + line(again))

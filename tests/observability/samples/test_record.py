@@ -17,21 +17,21 @@ from pipelinerl.observability.samples.record import (
 from tests.observability.samples.groups import HOSTILE, answer, group
 
 
-def test_group_survives_encoding() -> None:
+def test_sample_group_survives_a_round_trip() -> None:
     made = group(3, answer(parts=(("format", 0.5),), advantage=-0.25), answer(reward=None), tags=("a", "b"), why="w")
     line = encode(made, most_bytes=10_000)
     assert line is not None and line.endswith(b"\n") and line.count(b"\n") == 1
     assert decode(line[:-1]) == made
 
 
-def test_long_text_keeps_both_ends_and_counts_the_omitted() -> None:
+def test_shortened_text_keeps_both_ends_and_counts_omitted_characters() -> None:
     text = shortened("a" * 600_000 + "b" * 400_000, 1000)
     assert text.startswith("a" * 750 + " […999,000 characters left out…] ") and text.endswith("b" * 250)
     assert shortened("short", 5) == "short"
 
 
 @pytest.mark.parametrize("most_bytes", [131072, 20_000, 3000])
-def test_line_never_exceeds_its_limit(most_bytes: int) -> None:
+def test_encoded_group_never_exceeds_its_byte_limit(most_bytes: int) -> None:
     line = encode(group(1, *(answer("\x00" * 10**6, reason="r" * 10**5) for _ in range(8))), most_bytes=most_bytes)
     assert line is not None and len(line) <= most_bytes
     kept = decode(line[:-1])
@@ -42,11 +42,11 @@ def test_line_never_exceeds_its_limit(most_bytes: int) -> None:
     )
 
 
-def test_group_that_cannot_fit_has_no_line() -> None:
+def test_group_too_large_for_the_byte_limit_is_encoded_as_none() -> None:
     assert encode(group(1, *(answer() for _ in range(1000))), most_bytes=10_000) is None
 
 
-def test_hostile_text_can_be_encoded_and_read() -> None:
+def test_hostile_sample_text_survives_a_round_trip() -> None:
     line = encode(group(1, answer(HOSTILE, reason=HOSTILE), domain=HOSTILE, tags=(HOSTILE,)), most_bytes=10_000)
     assert line is not None
     kept = decode(line[:-1])
@@ -54,7 +54,7 @@ def test_hostile_text_can_be_encoded_and_read() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b'{"kind": "other"}', b"\xff\xfe", b"[" * 100_000])
-def test_malformed_line_decodes_to_none(line: bytes) -> None:
+def test_malformed_sample_line_decodes_to_none(line: bytes) -> None:
     assert decode(line) is None
 
 
@@ -63,7 +63,7 @@ def test_non_finite_reward_is_stored_as_none() -> None:
     assert line is not None and (kept := decode(line[:-1])) is not None and kept.answers[0].reward is None
 
 
-def test_both_ends_of_too_many_tokens_are_kept() -> None:
+def test_long_token_list_keeps_its_first_and_last_tokens() -> None:
     count = 10_000
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=tuple(range(count)), texts=("t",) * count),

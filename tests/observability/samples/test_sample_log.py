@@ -25,7 +25,7 @@ def log_in(path: Path, *, max_bytes: int = MAX_BYTES) -> SampleLog:
     return SampleLog(path / "samples", "training", max_bytes=max_bytes)
 
 
-def test_put_samples_can_be_read(tmp_path: Path) -> None:
+def test_samples_put_into_the_log_can_be_read(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     for step in (1, 2, 3):
         log.put(lambda step=step: [group(step)])  # type: ignore[misc]
@@ -33,7 +33,7 @@ def test_put_samples_can_be_read(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(tmp_path)] == [1, 2, 3] and log.left_out == 0
 
 
-def test_log_never_exceeds_its_limit_and_keeps_the_newest(tmp_path: Path) -> None:
+def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest(tmp_path: Path) -> None:
     sizes, last = [], 0
     for life in range(3):  # each writer starts a new file
         log = log_in(tmp_path)
@@ -59,7 +59,7 @@ def test_oversized_line_is_dropped_and_the_next_is_kept(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(tmp_path)] == [2] and log.left_out == 1
 
 
-def test_slow_writer_does_not_block_put(tmp_path: Path) -> None:
+def test_put_returns_at_once_while_the_writer_is_slow(tmp_path: Path) -> None:
     log, gate = log_in(tmp_path, max_bytes=2**22), threading.Event()
 
     def slow() -> list[SampleGroup]:
@@ -76,7 +76,7 @@ def test_slow_writer_does_not_block_put(tmp_path: Path) -> None:
     assert 0 < log.left_out < 1000 and log.left_out + len(read_samples(tmp_path)) == 1000
 
 
-def test_torn_tail_is_skipped_and_never_appended_to(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_skipped_and_never_appended_to(tmp_path: Path) -> None:
     first = log_in(tmp_path)
     first.put(lambda: [group(1)])
     first.close()
@@ -89,7 +89,7 @@ def test_torn_tail_is_skipped_and_never_appended_to(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(tmp_path)] == [1, 2]
 
 
-def test_unusable_directory_costs_only_samples(tmp_path: Path) -> None:
+def test_unusable_sample_directory_drops_samples_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     log = log_in(tmp_path)
     log.put(lambda: [group(1)])
@@ -98,7 +98,9 @@ def test_unusable_directory_costs_only_samples(tmp_path: Path) -> None:
     assert log.left_out == 2
 
 
-def test_sample_that_fails_to_build_costs_no_later_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sample_that_fails_to_build_is_dropped_and_later_ones_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = log_in(tmp_path)
 
     def make() -> list[SampleGroup]:
@@ -111,7 +113,7 @@ def test_sample_that_fails_to_build_costs_no_later_sample(tmp_path: Path, caplog
     assert "RuntimeError: the tokenizer is borrowed" in caplog.text
 
 
-def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+def test_sample_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     log.put(lambda: [group(1)])
     log.close()

@@ -12,7 +12,7 @@ from pipelinerl.observability.samples.record import visible
 @pytest.mark.parametrize(
     "text", ["plain", "two\nlines\tand a tab", "žluťoučký kůň", "漢字", "שלום", "x² ≤ ½ → ∞", "🙂"]
 )
-def test_ordinary_text_is_unchanged(text: str) -> None:
+def test_ordinary_text_is_not_escaped(text: str) -> None:
     assert visible(text) == text
 
 
@@ -34,7 +34,7 @@ def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_no_control_character_of_unicode_passes() -> None:
+def test_every_unicode_control_character_is_escaped() -> None:
     everything = "".join(map(chr, range(0x110000)))
     kept = set(visible(everything)) - {"\n", "\t"}
     assert not [hex(ord(c)) for c in kept if unicodedata.category(c)[0] == "C" or unicodedata.bidirectional(c) in

@@ -45,7 +45,7 @@ def _spans(trace: list[dict[str, Any]]) -> dict[Track, list[tuple[int, int, str]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trace_follows_the_rules_of_the_format(name: str) -> None:
+def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
     trace = _trace(RUNS[name])
     named = {(each["pid"], each["tid"]) for each in trace if each["name"] == "thread_name"}
     processes = Counter(each["pid"] for each in trace if each["name"] == "process_name")
@@ -79,11 +79,11 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_order_flows_to_the_step_that_trained_it() -> None:
+def test_order_flow_leads_through_its_stages_to_its_training_step() -> None:
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_version_flows_from_its_step_over_publication_to_engines() -> None:
+def test_version_flow_leads_from_its_step_through_publication_to_engines() -> None:
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}
@@ -98,7 +98,7 @@ def test_overlapping_groups_get_separate_rows_and_excess_groups_are_counted() ->
     assert sum(each["ph"] == "X" and each["name"] == "sampling" for each in made) == 32
 
 
-def test_texts_of_a_run_stay_text() -> None:
+def test_hostile_event_text_is_unchanged_in_the_trace() -> None:
     hostile = '"}]}</script>\u202e\x1b[31m{0.__class__}'
     (mark,) = (
         each for each in _trace([event("engine_lost", 1.0, url="u", reason=hostile)]) if each["ph"] == "i"

@@ -32,7 +32,7 @@ def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
     return dict(track)
 
 
-def test_engine_lanes_come_first() -> None:
+def test_timeline_lists_engine_lanes_before_all_others() -> None:
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
@@ -40,18 +40,18 @@ def test_engine_lanes_come_first() -> None:
     ]  # fmt: skip
 
 
-def test_fine_window_has_every_span_unchanged() -> None:
+def test_fine_resolution_window_has_every_span_unchanged() -> None:
     steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
     assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
     assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
 
 
-def test_window_includes_spans_that_reach_into_it() -> None:
+def test_timeline_window_includes_spans_that_overlap_it() -> None:
     steps = _track(_timeline(run(6)).window(9.75, 11.75, points=3000), "trainer", "step")
     assert steps["value"] == [1, 2, 3]
 
 
-def test_coarse_window_loses_no_span_and_no_time(long_run: RunTimeline) -> None:
+def test_coarse_window_keeps_the_number_and_total_time_of_spans(long_run: RunTimeline) -> None:
     steps = _track(long_run.window(points=500), "trainer", "step")
     assert sum(steps["count"]) == STEPS
     assert sum(steps["busy"]) == pytest.approx(STEPS * STEP_S)
@@ -61,7 +61,6 @@ def test_coarse_window_loses_no_span_and_no_time(long_run: RunTimeline) -> None:
 
 
 def test_long_span_is_not_merged_with_short_ones() -> None:
-    """An evaluation of many cells stays separate at a resolution at which steps are merged."""
     track = Track()
     for number in range(100):
         track.add(Span("l", "t", number * 0.01, number * 0.01 + 0.005, number))
@@ -94,7 +93,7 @@ def test_open_spans_are_drawn_up_to_now() -> None:
     assert _track(timeline.window(0.0, 5.0), "evaluation", "evaluation")["value"] == [0]
 
 
-def test_groups_of_a_window_are_evenly_thinned(long_run: RunTimeline) -> None:
+def test_groups_of_a_long_window_are_evenly_subsampled(long_run: RunTimeline) -> None:
     few = long_run.window(100.0, 103.0)["groups"]
     assert few["total"] == len(few["order"]) and 3 <= few["total"] <= 6
     assert all(claimed <= 103.0 for claimed in few["claimed"]) and all(at >= 100.0 for at in few["trained"])
@@ -105,17 +104,17 @@ def test_groups_of_a_window_are_evenly_thinned(long_run: RunTimeline) -> None:
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
 
 
-def test_window_has_only_its_own_marks() -> None:
+def test_timeline_window_has_only_marks_within_its_time() -> None:
     window = _timeline(run(6)).window(15.5, 20.0)
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 
 
-def test_empty_run_has_empty_lanes() -> None:
+def test_run_without_events_has_empty_lanes() -> None:
     window = RunTimeline().window()
     assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
     assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])
 
 
-def test_window_is_plain_bounded_json(long_run: RunTimeline) -> None:
+def test_timeline_window_is_json_of_bounded_size(long_run: RunTimeline) -> None:
     text = json.dumps(long_run.window(points=1500), allow_nan=False)
     assert len(text) < 2_000_000

@@ -1,4 +1,4 @@
-"""Spans that follow from a run's events."""
+"""Timeline spans are derived from a run's events."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _spans(events: Iterable[Event], lane: str, track: str) -> list[Span]:
     return [d for d in _drawn(events)[1] if isinstance(d, Span) and (d.lane, d.track) == (lane, track)]
 
 
-def test_engine_serves_a_version_from_its_publication_to_the_next() -> None:
+def test_engine_serves_a_version_until_the_next_is_published() -> None:
     served = _spans(run(3), A, "serves")
     assert [(span.value, span.start) for span in served] == [(-1, 1.0), (0, 4.0), (1, 10.1), (2, 11.1), (3, 12.1)]
     assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last until the run's end"
 
 
-def test_pause_is_as_long_as_the_engine_measured() -> None:
+def test_pause_span_has_the_duration_that_the_engine_measured() -> None:
     assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
         (0, 0.001), (1, 0.001), (2, 0.001),
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_publication_without_engine_names_applies_to_all_serving_engines() -> No
     assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
 
 
-def test_steps_and_waits_are_as_long_as_the_trainer_measured() -> None:
+def test_step_and_wait_spans_have_the_durations_that_the_trainer_measured() -> None:
     assert _spans(run(2), "trainer", "step") == [
         Span("trainer", "step", 9.5, 10.0, 1), Span("trainer", "step", 10.5, 11.0, 2)
     ]  # fmt: skip
@@ -49,20 +49,19 @@ def test_steps_and_waits_are_as_long_as_the_trainer_measured() -> None:
     assert [(s.start, s.end) for s in _spans(run(1), "trainer", "publish_wait")] == [(9.9375, 10.0)]
 
 
-def test_checkpoint_lasts_from_its_step_until_it_is_durable() -> None:
+def test_checkpoint_span_lasts_from_its_step_until_it_is_durable() -> None:
     assert _spans(run(4), "checkpoint", "checkpoint") == [Span("checkpoint", "checkpoint", 13.0, 13.3, 4)]
     (stall,) = _spans(run(4), "checkpoint", "stall")
     assert (stall.start, stall.end) == (13.0, pytest.approx(13.05))
 
 
 def _wait(*before: Event, wait_s: float = 4.0, told: tuple[Event, ...] = ()) -> str:
-    """Return the cause of a wait from second 15 to 19."""
     last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(told), step_s=1.0, wait_s=wait_s)
     (waited,) = _spans([*before, last], "trainer", "wait")
     return waited.note
 
 
-def test_wait_is_attributed_to_its_cause() -> None:
+def test_trainer_wait_is_attributed_to_its_cause() -> None:
     began = event("evaluation_began", 15.0, model_version=0)
     assert _wait() == "sampling"
     assert _wait(began) == "evaluation", "it is still under way"
@@ -76,7 +75,7 @@ def test_wait_is_attributed_to_its_cause() -> None:
     assert _wait(told=(verified,)) == "verification"  # type: ignore[arg-type]
 
 
-def test_engine_is_away_from_its_loss_until_it_rejoins() -> None:
+def test_lost_engine_is_shown_as_away_until_it_rejoins() -> None:
     events = [
         *run(1, ended=False),
         event("engine_lost", 12.0, url=A, reason="died"),
@@ -86,13 +85,12 @@ def test_engine_is_away_from_its_loss_until_it_rejoins() -> None:
     assert _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_engine_that_left_as_planned_is_not_away() -> None:
+def test_drained_engine_is_not_shown_as_away() -> None:
     events = [*run(1, ended=False), event("engine_lost", 12.0, url=A, reason="drained", planned=True)]
     assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_open_spans_end_when_the_processes_die() -> None:
-    """The time between the end and the resume of a run is not counted."""
+def test_open_spans_end_at_the_last_event_before_a_resume() -> None:
     events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]
     assert _spans(events, A, "serves")[-1].end == 11.0
     assert _spans(events, "evaluation", "evaluation")[-1] == Span("evaluation", "evaluation", 4.5, 8.5, 0, "held_out")
@@ -100,7 +98,7 @@ def test_open_spans_end_when_the_processes_die() -> None:
     assert list(reader.open()) == []
 
 
-def test_groups_come_with_their_step_whichever_is_reported_first() -> None:
+def test_group_is_matched_to_its_step_whichever_is_reported_first() -> None:
     late = step(1, 10.0) | {"stages": []}
     told_late = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
     groups = [d for d in _drawn([late, told_late])[1] if isinstance(d, TracedGroup)]
@@ -114,17 +112,17 @@ def test_groups_come_with_their_step_whichever_is_reported_first() -> None:
     assert [(group.order, group.step) for group in groups] == [(2, 2)]
 
 
-def test_stages_of_a_fast_actor_clock_are_limited_to_the_step() -> None:
+def test_stages_from_a_fast_actor_clock_are_clamped_to_the_step() -> None:
     groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
     (group,) = groups
     assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
 
 
-def test_malformed_stages_are_ignored() -> None:
+def test_malformed_group_stages_are_ignored() -> None:
     assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
 
 
-def test_marks_describe_events_in_words() -> None:
+def test_timeline_marks_describe_events_in_words() -> None:
     marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
     assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
     assert RunMark(12.0, "run_finished", "all steps are done") in marks

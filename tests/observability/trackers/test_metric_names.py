@@ -49,7 +49,7 @@ def test_step_row_includes_figures_since_the_previous_step() -> None:
     assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "nothing is told twice"
 
 
-def test_another_reader_continues_from_the_state() -> None:
+def test_metric_reader_continues_from_a_saved_state() -> None:
     first = MetricReader()
     list(first.read(event("engines", 1.0, tokens_per_s=100.0)))
     second = MetricReader(first.state)
@@ -65,14 +65,14 @@ def test_evaluation_row_has_the_evaluated_version_as_step() -> None:
     )
 
 
-def test_trainer_that_restarts_earlier_rewinds_later_steps() -> None:
+def test_trainer_restart_at_an_earlier_version_rewinds_later_steps() -> None:
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []
     assert list(reader.read(event("trainer_ready", 2.0, epoch=3, model_version=5))) == [HistoryRewind(6)]
 
 
-def test_documentation_lists_exactly_the_metric_names() -> None:
+def test_documentation_lists_exactly_the_tracked_metric_names() -> None:
     table = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
     named = {**STEP_METRICS, **ENGINE_METRICS, **PUBLISH_METRICS}
     evaluated = {f"evaluation.{name}": f"eval/<set>/{name}" for name in EVALUATION_METRICS}

@@ -36,7 +36,7 @@ def _steps(first: int, last: int, *, reward: float = 0.5) -> list[dict[str, Any]
     return [step(number, number) | {"reward": reward} for number in range(first, last + 1)]
 
 
-def test_event_files_hold_every_figure_once(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_every_figure_once(tmp_path: Path) -> None:
     _leave(tmp_path, run(5))
     assert _fed(tmp_path)
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 6)]
@@ -45,7 +45,7 @@ def test_event_files_hold_every_figure_once(tmp_path: Path) -> None:
     assert set(points(tmp_path / "tb").values()) == {1}
 
 
-def test_next_process_continues_where_the_previous_ended(tmp_path: Path) -> None:
+def test_tracker_process_continues_where_the_previous_one_ended(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 3))
     assert not _fed(tmp_path)
     _leave(tmp_path, _steps(4, 6))
@@ -54,8 +54,8 @@ def test_next_process_continues_where_the_previous_ended(tmp_path: Path) -> None
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 7)]
 
 
-def test_rows_logged_before_a_kill_are_there_once(tmp_path: Path) -> None:
-    """Kills are simulated between two positions: in the middle of a file, and before and after a new one begins."""
+def test_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> None:
+    """Kills are simulated by restoring earlier positions, in the middle of a file and around the start of the next."""
     _leave(tmp_path, _steps(1, 3))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -73,7 +73,7 @@ def test_rows_logged_before_a_kill_are_there_once(tmp_path: Path) -> None:
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 8)]
 
 
-def test_repeated_steps_replace_the_first(tmp_path: Path) -> None:
+def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) -> None:
     again = event("trainer_ready", 8.0, epoch=2, model_version=4)
     _leave(tmp_path, _steps(1, 4, reward=0.25))
     _fed(tmp_path)
@@ -88,7 +88,7 @@ def test_repeated_steps_replace_the_first(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_interrupted_rewind_is_repeated(tmp_path: Path) -> None:
+def test_tracker_repeats_a_rewind_whose_position_was_not_saved(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 5, reward=0.25))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -100,14 +100,14 @@ def test_interrupted_rewind_is_repeated(tmp_path: Path) -> None:
     assert series(tmp_path / "tb", "reward") == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
 
 
-def test_only_one_process_feeds_a_tracker(tmp_path: Path) -> None:
+def test_second_process_that_feeds_a_tracker_is_rejected(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     with closing(_feed(tmp_path)), pytest.raises(BlockingIOError, match="another process feeds tensorboard"):
         _feed(tmp_path)
     _fed(tmp_path)
 
 
-def test_damaged_position_is_an_error_and_not_a_restart(tmp_path: Path) -> None:
+def test_damaged_tracker_position_is_rejected(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     _fed(tmp_path)
     (tmp_path / "trackers" / "tensorboard.json").write_text("{")
@@ -146,7 +146,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("failures", [["log"], ["flush"], ["log", "flush", "log"], ["flush", "close"]])
-def test_failing_tracker_loses_nothing(tmp_path: Path, failures: list[str]) -> None:
+def test_tracker_receives_every_step_once_despite_failed_calls(tmp_path: Path, failures: list[str]) -> None:
     _leave(tmp_path, _steps(1, 4))
     kept: list[int] = []
     tries = len(failures)

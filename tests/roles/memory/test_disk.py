@@ -33,7 +33,7 @@ def test_default_micro_batch_is_the_largest_that_fits() -> None:
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
 
 
-def test_error_on_a_small_machine_names_a_key_and_a_value_that_fits() -> None:
+def test_memory_error_names_a_key_and_a_value_that_fits() -> None:
     config = recipe("trainer.micro_batch_tokens=16384")
     predicted = predict(config, objective_of(config))
     whole = sum(each.total for each in predicted.by_process.values())
@@ -68,7 +68,7 @@ def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, m
     assert not has_accelerator(tmp_path)
 
 
-def test_run_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_does_not_fit_on_the_disk_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
     disk.refuse_full_disk(config, predicted)

@@ -47,7 +47,7 @@ def large(tmp_path):
         pytest.param("gpt2", Precision.FP32, 8, False, marks=pytest.mark.slow),
     ],
 )
-def test_prediction_is_within_15_percent_of_measurement(family, precision, rank, checkpointing, tmp_path):
+def test_memory_prediction_is_within_15_percent_of_measurement(family, precision, rank, checkpointing, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     configs = {
         "llama": LlamaConfig(vocab_size=2048, num_key_value_heads=2, **sizes),
@@ -67,7 +67,7 @@ def test_prediction_is_within_15_percent_of_measurement(family, precision, rank,
         (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
     ],
 )
-def test_prediction_is_within_15_percent_for_bf16_moments_or_state_on_the_host(precision, optimizer, tmp_path):
+def test_memory_prediction_is_within_15_percent_for_bf16_moments_or_state_on_the_host(precision, optimizer, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
     case = MemoryCase(
@@ -107,7 +107,7 @@ def test_rounded_weights_of_engines_are_counted_where_passes_use_them(large):
     assert replace(rounds, place=StatePlace.HOST).parts["served"] == 6 * (shape.count - shape.products)
 
 
-def test_70b_model_is_predicted_quickly_without_weights(large):
+def test_memory_of_a_70b_model_is_predicted_quickly_without_weights(large):
     began = time.process_time()
     shape = read_shape(large)
     assert time.process_time() - began < 2
@@ -118,7 +118,7 @@ def test_70b_model_is_predicted_quickly_without_weights(large):
     assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
 
 
-def test_shape_from_the_config_matches_the_weight_files(tmp_path):
+def test_model_shape_from_the_config_matches_the_weight_files(tmp_path):
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=64,
@@ -137,11 +137,11 @@ def test_shape_from_the_config_matches_the_weight_files(tmp_path):
     assert len(shape.adapted(None)) == 2 * 7
 
 
-def test_output_layer_uses_the_trainers_chunk_size():
+def test_memory_prediction_uses_the_trainers_logits_chunk_size():
     assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
 
 
-def test_process_that_does_not_fit_is_advised_a_change_that_suffices(large):
+def test_process_that_does_not_fit_gets_advice_that_suffices(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
     engine = EngineMemory(
@@ -161,7 +161,7 @@ def test_process_that_does_not_fit_is_advised_a_change_that_suffices(large):
     assert any("no single knob is enough" in line for line in hopeless)
 
 
-def test_trainer_and_engine_of_a_recipe_are_predicted():
+def test_memory_of_a_recipes_trainer_and_engine_is_predicted():
     config = load("tiny", ["trainer.options.lora.rank=8"])
     prediction = predict(config, objective_of(config))
     assert trainable(prediction) == "LoRA: 26.1 k of 190 k parameters train"
@@ -172,7 +172,7 @@ def test_trainer_and_engine_of_a_recipe_are_predicted():
     assert predict(load("tiny", ["trainer.type=jax"]), objective_of(config)).trainer is None
 
 
-def test_each_part_scales_with_the_option_that_causes_it(large):
+def test_each_part_of_the_memory_prediction_scales_with_its_option(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.FP32, tokens=4096, trained=4096)
     assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
     assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8

@@ -23,7 +23,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("head", Head)
-def test_conformance(head, path, tmp_path):
+def test_bigram_trainer_passes_the_conformance_kit(head, path, tmp_path):
     results = run(
         TrainerUnderTest(BigramTrainer, TrainerSpec(model_path=path, head=head), VOCAB), directory=tmp_path / "kit"
     )
@@ -31,7 +31,7 @@ def test_conformance(head, path, tmp_path):
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not resolve(name).needs])
-def test_three_steps_match_torch(preset, path, micro_batch):
+def test_three_bigram_trainer_steps_match_torch_adamw(preset, path, micro_batch):
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=CLIP)
     trainer, objective = BigramTrainer(), resolve(preset)
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=optimizer))
@@ -65,7 +65,7 @@ def test_three_steps_match_torch(preset, path, micro_batch):
     np.testing.assert_allclose(weights, table.detach().numpy(), rtol=1e-6)
 
 
-def test_unsupported_specs_and_missing_init_are_rejected(path):
+def test_bigram_trainer_rejects_unsupported_specs_and_missing_init(path):
     for spec in ({"device": Device.CUDA}, {"precision": Precision.BF16}):
         with pytest.raises(SpecError, match="the bigram trainer runs on the CPU in fp32"):
             BigramTrainer().init_worker(TrainerSpec(model_path=path, **spec))

@@ -45,7 +45,7 @@ def plain_attention(query, key, value, ids):
 
 
 @pytest.mark.parametrize("at_once", [1024, 16])
-def test_attention_stays_within_segments(at_once, monkeypatch):
+def test_jax_attention_stays_within_segments(at_once, monkeypatch):
     monkeypatch.setattr(jax_attention, "_QUERIES_AT_ONCE", at_once)
     arrays, ids = random_rows((9, 40, 3, 25), heads=(4, 2, 2), width=8)
     attended, _ = jax.jit(PackedAttention.DENSE.within(ids, mesh_of()))(*arrays, None)
@@ -75,7 +75,7 @@ def test_interpreted_tpu_kernel_and_gradient_equal_dense_attention(axes):
         np.testing.assert_allclose(np.asarray(ours)[inside], np.asarray(dense)[inside], atol=5e-5)
 
 
-def test_kernel_is_chosen_only_where_supported():
+def test_tpu_attention_kernel_is_chosen_only_for_bf16_on_a_tpu():
     assert PackedAttention.on("tpu", compute=jnp.bfloat16) is PackedAttention.FLASH
     assert PackedAttention.on("tpu", compute=jnp.float32) is PackedAttention.DENSE
     assert PackedAttention.on("cpu", compute=jnp.bfloat16) is PackedAttention.DENSE

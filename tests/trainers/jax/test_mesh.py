@@ -40,18 +40,18 @@ def check_mesh(path, mesh, batch):
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), *MESHES[1:]], ids=str)
-def test_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch):
+def test_jax_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch):
     check_mesh(model_path("qwen3"), mesh, micro_batch())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("mesh", [*MESHES, *MORE_MESHES], ids=str)
-def test_gradient_does_not_depend_on_the_mesh_for_other_models(name, mesh, model_path, micro_batch):
+def test_jax_gradient_does_not_depend_on_the_mesh_for_other_models(name, mesh, model_path, micro_batch):
     check_mesh(model_path(name), mesh, micro_batch())
 
 
-def test_given_weights_are_placed_like_the_trainers_own(model_path, micro_batch):
+def test_weights_given_to_forward_at_are_sharded_like_those_of_the_trainer(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
     before, expected = copied(trainer.gather_weights()), trainer.forward([batch])[0]
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
@@ -62,13 +62,13 @@ def test_given_weights_are_placed_like_the_trainers_own(model_path, micro_batch)
 
 
 @pytest.mark.slow
-def test_conformance_on_a_mesh(model_path, tmp_path):
+def test_jax_trainer_on_a_mesh_passes_the_conformance_kit(model_path, tmp_path):
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options={"mesh": {"fsdp": 2, "tensor": 2}})
     results = run(TrainerUnderTest(JaxTrainer, spec, 48), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
-def test_weights_and_moments_are_sharded(model_path):
+def test_jax_weights_and_moments_are_sharded_over_the_mesh(model_path):
     worker = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2})._worker
     name = "model.layers.*.mlp.gate_proj.weight"
     for array in (worker.weights[name], worker.moments[0].mu[name]):
@@ -76,7 +76,7 @@ def test_weights_and_moments_are_sharded(model_path):
         assert array.sharding.shard_shape(array.shape) == (2, 24, 16)
 
 
-def test_state_is_restored_exactly_onto_same_and_other_meshes(model_path, micro_batch, tmp_path):
+def test_jax_state_is_restored_exactly_onto_same_and_other_meshes(model_path, micro_batch, tmp_path):
     path, mesh, batch = model_path("qwen3"), {"fsdp": 2}, micro_batch()
     saved = started(path, mesh)
     stepped(saved, batch)

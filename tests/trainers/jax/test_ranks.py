@@ -131,8 +131,8 @@ def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance:
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_match_one(two_processes, model_path):
-    """Losses, log-probs, norm, and the gradient, which the weights reveal after a step with eps = 1."""
+def test_jax_step_on_two_processes_matches_one_process(two_processes, model_path):
+    """Compares losses, log-probs, norm and gradient; a step with eps = 1 shows the gradient in the weights."""
     one = jax_rank0.started(model_path("qwen3"), {})
     before = {name: array.copy() for name, array in one.gather_weights()}
     alone, together = jax_rank0.one_step(one), dict(np.load(two_processes / "first.npz"))
@@ -142,7 +142,7 @@ def test_two_processes_match_one(two_processes, model_path):
 
 
 @pytest.mark.timeout(300)
-def test_state_of_two_processes_resumes_on_one(two_processes, model_path):
+def test_jax_state_of_two_processes_resumes_on_one(two_processes, model_path):
     parts = list((two_processes / "state/arrays/mean/model.embed_tokens.weight").rglob("c/*/*"))
     assert len(parts) == 2, "each process wrote its own"
     restored = jax_rank0.started(model_path("qwen3"), {}, restore_from=two_processes / "state")
@@ -153,7 +153,7 @@ def test_state_of_two_processes_resumes_on_one(two_processes, model_path):
 
 
 @pytest.mark.timeout(300)
-def test_given_weights_reach_every_rank(two_processes):
+def test_forward_at_uses_the_given_weights_on_every_rank(two_processes):
     assert json.loads((two_processes / "forward_at.json").read_text()), "forward_at, to the bit"
 
 
@@ -165,20 +165,20 @@ def test_error_on_all_ranks_is_reported_and_training_continues(two_processes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whole_kit_passes_on_two_processes(model_path, tmp_path):
+def test_jax_trainer_on_two_processes_passes_the_conformance_kit(model_path, tmp_path):
     both_succeed(model_path("qwen3"), tmp_path, "kit")
     found = json.loads((tmp_path / "kit.json").read_text())
     assert found == {check.__name__: "" for check in CHECKS}
 
 
 @pytest.mark.timeout(300)
-def test_rank_0_names_a_lost_rank(until_killed):
+def test_rank_0_error_names_a_killed_rank(until_killed):
     assert "RankError: rank 1 is gone" in until_killed[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rank_0_names_a_hanging_rank(model_path, tmp_path):
+def test_rank_0_error_names_a_hanging_rank(model_path, tmp_path):
     said = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
     assert "RankError: rank 1 sent nothing for 5 s" in said
 
@@ -202,13 +202,13 @@ def test_other_ranks_end_when_rank_0_dies_or_hangs(how, sentence, model_path, tm
 # --- finding one another ------------------------------------------------------------
 
 
-def test_missing_rank_is_named():
+def test_rank_0_error_names_ranks_that_did_not_connect():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=3, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 1, 2 did not connect to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
         lead(distributed, join)
 
 
-def test_missing_rank_0_is_named():
+def test_rank_1_error_says_that_rank_0_does_not_answer():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=2, process=1, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
         join_rank0(distributed, join)
@@ -245,7 +245,7 @@ def test_rejected_rank_does_not_keep_others_from_joining(fields, token, sentence
 # --- messages ------------------------------------------------------------
 
 
-def test_commands_survive_a_round_trip(micro_batch, model_path):
+def test_rank_commands_survive_a_round_trip(micro_batch, model_path):
     batch = micro_batch()
     again = decode_batch(encode_batch(batch))
     for name in MicroBatch.__dataclass_fields__:
@@ -258,7 +258,7 @@ def test_commands_survive_a_round_trip(micro_batch, model_path):
         assert decode_objective(encode_objective(objective)) == objective
 
 
-def test_only_classes_of_objectives_can_be_sent():
+def test_ranks_reject_classes_that_are_not_part_of_an_objective():
     with pytest.raises(RankError, match="'os:_exit', which is not part of an objective"):
         decode_objective({"class": "os:_exit", "fields": {}})
     with pytest.raises(RankError, match="which is not part of an objective"):
@@ -269,7 +269,7 @@ def test_only_classes_of_objectives_can_be_sent():
         decode(b"\x80")
 
 
-def test_heartbeats_keep_a_peer_alive():
+def test_heartbeats_keep_a_silent_peer_from_timing_out():
     ours, theirs = tcp_pair()
     listening, beating = (Channel(end, peer="rank 1", silence_s=1.5) for end in (ours, theirs))
     beating.beat()
@@ -283,7 +283,7 @@ def test_heartbeats_keep_a_peer_alive():
     listening.close()
 
 
-def test_silent_peers_and_oversized_messages_are_rejected():
+def test_channel_rejects_silent_peers_and_oversized_messages():
     ours, theirs = tcp_pair()
     listening, silent = (Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
     with pytest.raises(RankError, match=r"rank 1 sent nothing for 0.3 s"):

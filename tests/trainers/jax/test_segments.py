@@ -13,7 +13,7 @@ def positions_of(lengths):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
-def test_every_segment_lies_within_one_row(lengths, multiple):
+def test_every_packed_segment_lies_within_one_row(lengths, multiple):
     rows = Rows.of(positions_of(lengths), multiple=multiple)
     count, columns = rows.shape
     assert count % multiple == 0 and columns >= max(max(lengths), 64) and columns & (columns - 1) == 0
@@ -27,7 +27,7 @@ def test_every_segment_lies_within_one_row(lengths, multiple):
     assert (spread == -7).sum() == count * columns - len(tokens)
 
 
-def test_many_lengths_share_few_shapes():
+def test_batches_of_many_lengths_share_few_row_shapes():
     draw = generator(0, "shapes")
     batches = [draw.integers(1, 60, draw.integers(20, 120)) for _ in range(300)]
     shapes = {Rows.of(positions_of(lengths)).shape for lengths in batches}

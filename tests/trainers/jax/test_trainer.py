@@ -70,13 +70,13 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_conformance(model_path, tmp_path):
+def test_jax_trainer_passes_the_conformance_kit(model_path, tmp_path):
     results = run(TrainerUnderTest(JaxTrainer, spec_of(model_path("qwen2")), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is Status.FAILED] == []
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-def test_log_probs_and_gradients_match_the_torch_trainer(name, model_path, micro_batch):
+def test_jax_log_probs_and_gradients_match_the_torch_trainer(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     ours, theirs = started(path), started(path, TorchTrainer)
     assert np.abs(ours.forward([batch])[0] - theirs.forward([batch])[0]).max() <= 1e-5
@@ -103,7 +103,7 @@ def with_returns(batch):
 
 
 @pytest.mark.slow
-def test_conformance_of_a_value_head(model_path, tmp_path):
+def test_jax_value_head_passes_the_conformance_kit(model_path, tmp_path):
     results = run(
         TrainerUnderTest(JaxTrainer, spec_of(model_path("qwen2"), head=Head.VALUE), VOCAB), directory=tmp_path
     )
@@ -111,7 +111,7 @@ def test_conformance_of_a_value_head(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_critic_matches_the_torch_trainer(name, model_path, micro_batch, tmp_path):
+def test_jax_critic_matches_the_torch_trainer(name, model_path, micro_batch, tmp_path):
     batch = with_returns(micro_batch())
     path = value_directory(tmp_path / "saved", model_path(name), batch)
     ours, theirs = (started(path, kind, head=Head.VALUE) for kind in (JaxTrainer, TorchTrainer))
@@ -140,7 +140,7 @@ def test_value_head_of_a_language_model_starts_at_zero(model_path, micro_batch):
         trainer.backward([batch], resolve("agarwal"))
 
 
-def test_twenty_steps_match_the_torch_trainer(model_path, micro_batch):
+def test_twenty_jax_steps_match_the_torch_trainer(model_path, micro_batch):
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
     ours, theirs = (started(model_path("qwen2"), kind, optimizer=optimizer) for kind in (JaxTrainer, TorchTrainer))
     for seed in range(20):
@@ -152,7 +152,7 @@ def test_twenty_steps_match_the_torch_trainer(model_path, micro_batch):
     assert largest_relative_difference(weights(ours), weights(theirs)) <= 1e-4
 
 
-def test_one_program_is_compiled_per_shape_of_rows(model_path, micro_batch, compilations):
+def test_jax_trainer_compiles_one_program_per_row_shape(model_path, micro_batch, compilations):
     trainer, shapes, lengths = started(model_path("llama")), set(), set()
     for number in range(1, 13):
         batch = micro_batch(lengths=tuple(range(2, 2 + number)))
@@ -165,7 +165,7 @@ def test_one_program_is_compiled_per_shape_of_rows(model_path, micro_batch, comp
 
 
 @pytest.mark.parametrize("remat", [pytest.param("matmuls", marks=pytest.mark.slow), "inference_matched"])
-def test_rematerialisation_changes_no_result(remat, model_path, micro_batch):
+def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain, trainer = started(path), started(path, options={"remat": remat})
     plain.backward([batch], OBJECTIVE)
@@ -176,7 +176,7 @@ def test_rematerialisation_changes_no_result(remat, model_path, micro_batch):
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
 
 
-def test_changing_the_kl_coefficient_compiles_nothing(model_path, micro_batch, compilations):
+def test_changing_the_kl_coefficient_compiles_no_program(model_path, micro_batch, compilations):
     trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
     batch = replace(batch, ref_logprobs=1.1 * trainer.forward([batch])[0])
 
@@ -237,7 +237,7 @@ def test_chunked_vocabulary_gives_the_same_log_probs(model_path, micro_batch):
     np.testing.assert_allclose(pieces.forward([batch])[0], whole.forward([batch])[0], atol=1e-6)
 
 
-def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+def test_bf16_trainer_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
     exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
@@ -247,7 +247,7 @@ def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     assert {str(array.dtype) for array in trainer._worker.weights.values()} == {"float32"}
 
 
-def test_weights_are_gathered_in_the_directorys_dtype(model_path, tmp_path, micro_batch):
+def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
     path = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
     trainer = started(path)
@@ -269,7 +269,7 @@ def test_passes_use_weights_as_engines_hold_them(model_path, tmp_path, micro_bat
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], got[batch.loss_mask], rtol=0, atol=1e-5)
 
 
-def test_overflowing_gradient_is_cleared(model_path, micro_batch):
+def test_overflowing_gradient_is_cleared_and_weights_stay_unchanged(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = weights(trainer)
     trainer.backward([micro_batch()], OBJECTIVE)
@@ -280,7 +280,7 @@ def test_overflowing_gradient_is_cleared(model_path, micro_batch):
     assert all(np.array_equal(before[name], array) for name, array in weights(trainer).items())
 
 
-def test_states_of_other_models_and_formats_are_rejected(model_path, tmp_path):
+def test_trainer_state_of_another_model_or_format_is_rejected(model_path, tmp_path):
     started(model_path("qwen2")).save_state(tmp_path)
     with pytest.raises(StateError, match="of another model than model_path"):
         started(model_path("llama"), restore_from=tmp_path)
@@ -290,7 +290,7 @@ def test_states_of_other_models_and_formats_are_rejected(model_path, tmp_path):
         started(model_path("qwen2"), restore_from=tmp_path)
 
 
-def test_altered_byte_of_a_state_is_detected(model_path, tmp_path):
+def test_altered_byte_in_a_trainer_state_is_detected(model_path, tmp_path):
     started(model_path("qwen2")).save_state(tmp_path)
     part = next(file for file in (tmp_path / "arrays" / "mean").rglob("c/*") if file.is_file())
     content = bytearray(part.read_bytes())
@@ -328,12 +328,12 @@ def test_altered_byte_of_a_state_is_detected(model_path, tmp_path):
         ({"device": Device.CUDA}, "device is cuda, but jax finds none"),
     ],
 )
-def test_unsatisfiable_specs_are_rejected(fields, sentence, model_path):
+def test_jax_trainer_rejects_unsatisfiable_specs(fields, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         JaxTrainer().init_worker(replace(spec_of(model_path("qwen2")), **fields))
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not supported"), ("mistral", "a sliding window")])
-def test_unsupported_architectures_are_rejected(name, sentence, model_path):
+def test_jax_trainer_rejects_unsupported_architectures(name, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         started(model_path(name))

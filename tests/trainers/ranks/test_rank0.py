@@ -25,7 +25,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_ranks_learn_whether_rank_0_finished_or_failed(reason: str) -> None:
+def test_other_ranks_are_told_whether_rank_0_finished_or_failed(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)
@@ -35,7 +35,7 @@ def test_ranks_learn_whether_rank_0_finished_or_failed(reason: str) -> None:
     other.close()
 
 
-def test_next_command_is_sent_before_the_previous_one_ends() -> None:
+def test_rank_0_sends_the_next_command_before_the_previous_one_ends() -> None:
     ranks, other = two_ranks()
     may_end = threading.Event()
     first = ranks.begin(lambda _: Discard(1), lambda: may_end.wait(PATIENCE_S), lane=Lane.READS)
@@ -60,7 +60,7 @@ def test_commands_after_the_loss_of_a_rank_raise() -> None:
         ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
 
 
-def test_early_exit_waits_for_the_verb_in_progress() -> None:
+def test_closing_the_iterator_early_waits_for_the_verb_in_progress() -> None:
     told: list[str] = []
 
     def begun() -> Iterator[Callable[[], int]]:

@@ -27,7 +27,7 @@ print(is_here(place, bytes([9, 9, 9])), is_here(place, bytes(3)))
 """
 
 
-def test_another_process_can_write_into_the_block() -> None:
+def test_another_process_can_write_into_a_shared_block() -> None:
     block, place = shared_block(10)
     block[:] = 9
     other = [sys.executable, "-c", _OTHER, msgspec.json.encode(place).decode()]
@@ -36,7 +36,7 @@ def test_another_process_can_write_into_the_block() -> None:
     assert block.tolist() == [9, 9, 9, 0, 1, 2, 3, 4, 9, 9]
 
 
-def test_block_is_freed_when_unreferenced() -> None:
+def test_shared_block_is_freed_when_unreferenced() -> None:
     block, place = shared_block(4096)
     part = block[10:20]
     del block
@@ -48,7 +48,7 @@ def test_block_is_freed_when_unreferenced() -> None:
         pass
 
 
-def test_reused_file_descriptor_is_not_written_to() -> None:
+def test_block_behind_a_reused_file_descriptor_is_not_written_to() -> None:
     block, place = shared_block(16)
     del block
     other, its = shared_block(16)
@@ -68,14 +68,14 @@ def address(array: object) -> int:
     return int(array.__array_interface__["data"][0])  # type: ignore[attr-defined]
 
 
-def test_unreferenced_block_is_reused() -> None:
+def test_unreferenced_memory_block_is_reused() -> None:
     memory = RecycledMemory(1000)
     first = address(memory.take(1000).memory)
     assert {address(memory.take(size).memory) for size in (1000, 7, 999)} == {first}
     assert address(memory.take(1001).memory) != first, "it is not as large"
 
 
-def test_partly_referenced_block_is_not_reused() -> None:
+def test_partly_referenced_memory_block_is_not_reused() -> None:
     memory = RecycledMemory(64)
     tensor = torch.from_numpy(memory.take(64).memory).view(torch.bfloat16)[3:5].view(2)
     held = tensor.view(torch.uint8).numpy()
@@ -91,7 +91,7 @@ def test_partly_referenced_block_is_not_reused() -> None:
     assert where in {address(memory.take(64).memory)}
 
 
-def test_blocks_are_shared_until_all_are_in_use() -> None:
+def test_fourth_block_in_use_is_not_shared_memory() -> None:
     memory = RecycledMemory(64)
     held = [memory.take(64) for _ in range(4)]
     assert [block.place is not None for block in held] == [True, True, True, False]

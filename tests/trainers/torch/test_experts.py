@@ -18,7 +18,7 @@ def experts_of(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(REPLAYED))
-def test_products_match_a_bf16_model_and_masters_get_gradients(kind: str) -> None:
+def test_fused_experts_under_autocast_match_a_bf16_model_and_give_fp32_gradients(kind: str) -> None:
     torch.manual_seed(1)
     model = AutoModel.from_config(mixture_config(kind, 16)).eval()
     experts, hidden = experts_of(model), torch.randn(6, 32)

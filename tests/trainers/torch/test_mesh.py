@@ -55,7 +55,7 @@ AGREED = [
 ]
 #: The models and heads that run the kit on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
-#: The number of steps with shared tokens; the slow tests take 20.
+#: The number of context-parallel steps; the slow tests take 20.
 FEW = 6
 #: A directory, rank 0's job there, and its arguments.
 Job = tuple[Path, str, dict[str, Any]]
@@ -73,12 +73,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
         ([1, 2], 1, 1, [0, 0]),
     ],
 )
-def test_ranks_that_see_the_same_gpus_take_different_ones(views, devices, local_rank, indices):
+def test_ranks_that_see_the_same_gpus_choose_different_ones(views, devices, local_rank, indices):
     assert [device_index(rank, views, devices, local_rank) for rank in range(len(views))] == indices
 
 
 @pytest.mark.parametrize(("devices", "local_rank"), [(1, None), (2, 2)])
-def test_rank_without_a_gpu_of_its_own_is_rejected(devices, local_rank):
+def test_device_index_rejects_two_ranks_on_one_gpu(devices, local_rank):
     with pytest.raises(SpecError, match="show each rank its own GPU with CUDA_VISIBLE_DEVICES"):
         device_index(1, [5, 5], devices, local_rank)
 
@@ -261,7 +261,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_of_two_processes_match_one(one, two):
+def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
     """With five micro-batches a step, the second process has two and computes dummy tokens in the last round."""
     ours, theirs = arrays(two[0]), arrays(one)
     losses = theirs["steps.losses"][:20]
@@ -272,7 +272,7 @@ def test_20_steps_of_two_processes_match_one(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_steps_with_shared_tokens_match_one_process(one, two):
+def test_context_parallel_steps_match_one_process(one, two):
     """Rollouts share prompts as in one process, and key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
@@ -295,7 +295,7 @@ def test_20_steps_of_adapters_over_a_sharded_base_match_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_several_optimizer_steps_per_batch_match_one_process(one, two):
+def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
     assert np.abs(ours["epochs.losses"] - theirs["epochs.losses"]).max() <= 1e-6
@@ -303,8 +303,8 @@ def test_several_optimizer_steps_per_batch_match_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_run_resumes_from_two_processes_on_one_and_on_two(one, two):
-    """A state does not depend on the number of processes; a run that loads it continues as if uninterrupted."""
+def test_run_of_two_processes_resumes_on_one_and_on_two(one, two):
+    """The state does not depend on the number of processes; each resumed run continues as if uninterrupted."""
     losses = arrays(one)["steps.losses"]
     for name, steps in (("alone", slice(20, 25)), ("again", slice(25, 30))):
         assert np.abs(arrays(two[0] / name)["steps.losses"] - losses[steps]).max() <= 1e-6
@@ -313,7 +313,7 @@ def test_run_resumes_from_two_processes_on_one_and_on_two(one, two):
 
 @pytest.mark.timeout(600)
 def test_saved_rows_load_bit_for_bit_on_any_number_of_processes(model, two, tmp_path):
-    """Here 2, 1 and 2 processes; a slow test uses 4. States contain no pickle, and saving gathers nothing."""
+    """Also checks that states contain no pickle and that each process saves its own rows."""
     state = two[0] / "state"
     assert {path.suffix for path in state.rglob("*") if path.is_file()} == {".safetensors", ".json"}
     sizes = [file.stat().st_size for file in sorted((state / "shards").glob("*.safetensors"))]
@@ -324,14 +324,14 @@ def test_saved_rows_load_bit_for_bit_on_any_number_of_processes(model, two, tmp_
 
 
 @pytest.mark.timeout(600)
-def test_same_number_of_processes_resumes_bit_for_bit(two):
+def test_run_resumes_bit_for_bit_on_the_same_number_of_processes(two):
     before, after = arrays(two[0]), arrays(two[0] / "back")
     assert np.isfinite(before["steps.next"]).all()
     np.testing.assert_array_equal(before["steps.next"].sum(), after["steps.losses"][0])
 
 
 @pytest.mark.timeout(600)
-def test_each_process_reads_its_rows_of_the_model_bit_for_bit(two, begun, tmp_path):
+def test_each_process_reads_its_own_rows_of_the_model_bit_for_bit(two, begun, tmp_path):
     torch_rank0.begin(tmp_path, models=begun, options={})
     ours, theirs = arrays(two[0] / "begin"), arrays(tmp_path)
     assert ours.keys() == theirs.keys()
@@ -341,7 +341,7 @@ def test_each_process_reads_its_rows_of_the_model_bit_for_bit(two, begun, tmp_pa
 
 @pytest.mark.timeout(600)
 def test_error_on_one_process_is_raised_on_all_and_they_continue(two):
-    """Only the second process opens the damaged shard; later jobs ran."""
+    """Only the second process opens the damaged shard."""
     assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
 
 
@@ -354,7 +354,7 @@ def test_gradients_reduced_in_every_backward_match_one_process(one, two):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_20_steps_with_less_memory_match_one_process(one, model, tmp_path):
+def test_20_steps_with_memory_saving_options_match_one_process(one, model, tmp_path):
     kinds = {
         "host": {"options": HOST},
         "divided": {"options": DIVIDED},
@@ -388,11 +388,11 @@ def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
     assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
 
 
-def test_checks_that_need_agreement_pass_on_two_processes(two):
+def test_conformance_checks_of_rank_agreement_pass_on_two_processes(two):
     assert found(two[0] / "kit") == {"qwen3 policy": dict.fromkeys(AGREED, "")}
 
 
-def test_lost_rank_is_named(two):
+def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
@@ -405,18 +405,15 @@ def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_hanging_rank_is_named(model, tmp_path):
+def test_torch_rank_0_error_names_a_hanging_rank(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
     assert "RankError: rank 1 sent nothing for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
-def test_experts_are_sharded_and_routing_reaches_every_rank(one, two, part):
-    """Experts are rows of fused parameters; with given routing, two processes match one.
-
-    In the last case, experts stay with their rows and tokens are sent to them.
-    """
+def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
+    """In the last case, each process keeps its experts and tokens are sent to them."""
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
@@ -429,7 +426,7 @@ def test_experts_are_sharded_and_routing_reaches_every_rank(one, two, part):
 @pytest.mark.parametrize(
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
-def test_whole_kit_passes_on_every_mesh(mesh, model_path, tmp_path):
+def test_conformance_kit_passes_on_every_torch_mesh(mesh, model_path, tmp_path):
     check_kit(KIT, mesh, model_path, tmp_path)
 
 
@@ -437,7 +434,7 @@ def test_whole_kit_passes_on_every_mesh(mesh, model_path, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe"])
-def test_whole_kit_passes_for_every_architecture_and_head(name, mesh, model_path, tmp_path):
+def test_conformance_kit_passes_for_every_architecture_and_head_on_a_mesh(name, mesh, model_path, tmp_path):
     check_kit([(name, head) for head in ("policy", "value") if (name, head) not in KIT], mesh, model_path, tmp_path)
 
 
@@ -489,7 +486,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_reads_concurrent_with_passes_see_the_last_step_twenty_times(model, tmp_path):
+def test_twenty_concurrent_reads_see_the_last_step(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 
@@ -513,19 +510,19 @@ def test_reads_concurrent_with_passes_see_the_last_step_twenty_times(model, tmp_
         ({"mesh": TWO, "distributed": JOINED | {"process": 1}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),
     ],
 )
-def test_invalid_options_are_rejected_by_name(options, sentence, model_path):
+def test_torch_trainer_rejects_invalid_options_by_name(options, sentence, model_path):
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     with pytest.raises(SpecError, match="^.*" + sentence.replace("(", r"\(")):
         TorchTrainer().init_worker(spec)
 
 
-def test_mesh_of_one_needs_no_distributed_options(model_path):
+def test_mesh_of_one_process_needs_no_distributed_options(model_path):
     options = TorchOptions.of({"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}})
     assert (options.mesh.size, options.distributed) == (1, None)
 
 
 @pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])
-def test_shards_cover_all_rows_once(length, shards):
+def test_mesh_shards_cover_all_rows_once(length, shards):
     mesh = ProcessMesh(dp_replicate=2, dp_shard=shards)
     rows = [list(range(length))[mesh.rows_of(rank, length)] for rank in range(mesh.size)]
     assert [row for part in rows[:shards] for row in part] == list(range(length))

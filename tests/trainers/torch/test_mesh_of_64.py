@@ -45,7 +45,7 @@ def rank(model: Path) -> Iterator[int]:
 
 
 @pytest.mark.timeout(300)
-def test_one_of_64_computes_forward_and_backward_over_its_rows(rank: int, model: Path) -> None:
+def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank: int, model: Path) -> None:
     loaded = load(spec_of(model, {}))
     divided = ShardedModel(loaded.model, MESH, device=torch.device("cpu"), compute=torch.float32)
     shapes = divided.shapes
@@ -64,7 +64,7 @@ def test_one_of_64_computes_forward_and_backward_over_its_rows(rank: int, model:
     divided.discard_gradient()
 
 
-def test_plans_of_64_processes_cover_everything_once(model: Path) -> None:
+def test_plans_of_64_processes_cover_each_parameter_and_row_once(model: Path) -> None:
     """Each gathering command stays within its limit or has one parameter, and each row belongs to one process."""
     weights = load(spec_of(model, {})).weights
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]

@@ -1,4 +1,4 @@
-"""The torch trainer with the oldest supported transformers and torch, in an environment of their own."""
+"""The torch trainer with the oldest supported transformers and torch, in a separate environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = "packed_equals_padded or checkpointing or bf16_is_close"
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
 @pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.trainers.torch.mesh_worker"])
-def test_trainer_imports_with_old_versions(module: str) -> None:
+def test_torch_trainer_imports_with_the_oldest_supported_versions(module: str) -> None:
     assert PYTHON is not None
     subprocess.run([PYTHON, "-c", f"import {module}"], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
@@ -27,7 +27,7 @@ def test_trainer_imports_with_old_versions(module: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
-def test_trainer_steps_with_old_versions() -> None:
+def test_torch_trainer_steps_with_the_oldest_supported_versions() -> None:
     assert PYTHON is not None
     argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", "tests/trainers/torch/test_trainer.py", "-k", STEPS]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)

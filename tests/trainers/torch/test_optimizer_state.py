@@ -41,7 +41,9 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_20_steps_with_moments_on_the_host_match_the_device(name: str, model_path: Callable[[str], Path]) -> None:
+def test_20_trainer_steps_with_moments_on_the_host_match_the_device(
+    name: str, model_path: Callable[[str], Path]
+) -> None:
     model = model_path(name)
     found, expected = (steps(started(model, each), first=0, count=20, parts=1) for each in (HOST, {}))
     assert np.abs(found["losses"] - expected["losses"]).max() <= 1e-6
@@ -53,10 +55,10 @@ def test_20_steps_with_moments_on_the_host_match_the_device(name: str, model_pat
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_masters_on_the_host_give_the_same_bits(name: str, model_path: Callable[[str], Path], tmp_path: Path) -> None:
-    """In bf16 the device holds only bf16 weights of linear layers; results, gathered weights and states do not
-    change.
-    """
+def test_fp32_master_weights_on_the_host_give_bit_identical_results(
+    name: str, model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In bf16, the device holds only bf16 copies of the weights of linear layers."""
     model, fields = model_path(name), {"precision": Precision.BF16, "gather_dtype": WeightDType.FLOAT32}
     whole, apart = (started(model, each, **fields) for each in ({}, HOST))
     masters = apart._worker.masters
@@ -103,7 +105,7 @@ def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
     assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()
 
 
-def test_bf16_moments_stay_close_to_fp32(model_path: Callable[[str], Path]) -> None:
+def test_losses_with_bf16_moments_stay_close_to_fp32(model_path: Callable[[str], Path]) -> None:
     exact, small = (steps(started(model_path("qwen3"), each), first=0, count=10, parts=1) for each in ({}, SMALL))
     moved = np.abs(exact["losses"] - exact["losses"][0]).max()
     assert 0 < np.abs(exact["losses"] - small["losses"]).max() < 0.05 * moved

@@ -52,7 +52,7 @@ def gradients(trainer: TorchTrainer) -> dict[str, Any]:
     return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.named_parameters()}
 
 
-def test_replaying_the_own_choice_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
+def test_replaying_the_trainers_own_routing_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
     """A segment's last token, whose output is not read, may use other experts, so matmuls have other sizes."""
     batch, found = micro_batch(), []
     for checkpointing in (False, True):  # checkpointing recomputes layers in backward
@@ -69,7 +69,7 @@ def test_replaying_the_own_choice_changes_only_rounding(model_path: Any, micro_b
             np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * scale, err_msg=name)
 
 
-def test_given_choice_is_used_however_tokens_are_packed(model_path: Any, micro_batch: Any) -> None:
+def test_given_routing_is_used_regardless_of_packing(model_path: Any, micro_batch: Any) -> None:
     trainer, batch = started(model_path("qwen3_moe")), micro_batch()
     column = chosen_at_random(batch)
     told = replace(batch, routed_experts=column)
@@ -128,7 +128,7 @@ def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
-def test_routing_is_sent_to_ranks_with_its_shape(micro_batch: Any) -> None:
+def test_routed_experts_survive_encoding_for_other_ranks(micro_batch: Any) -> None:
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

@@ -31,7 +31,7 @@ def written(path: Path, processes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (2, 3), (4, 1), (3, 64), (64, 2), (64, 64)])
-def test_shards_load_on_any_number_of_processes(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_state_shards_load_on_any_number_of_processes(saved: int, loaded: int, tmp_path: Path) -> None:
     whole, files = written(tmp_path, saved), ShardFiles.of(tmp_path)
     assert files is not None
     files.check({name: torch.Size(shape) for name, shape in SHAPES.items()})
@@ -48,7 +48,7 @@ def test_unsharded_state_has_no_shard_files(tmp_path: Path) -> None:
     assert ShardFiles.of(tmp_path) is None
 
 
-def test_missing_damaged_or_foreign_shards_are_rejected(tmp_path: Path) -> None:
+def test_missing_or_damaged_state_shards_are_rejected(tmp_path: Path) -> None:
     written(tmp_path, 2)
     folder = tmp_path / "shards"
     files = ShardFiles.of(tmp_path)

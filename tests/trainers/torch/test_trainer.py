@@ -22,7 +22,7 @@ VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
 VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
 #: The kit on fewer models: query and key norms, a Conv1D and learned positions, experts, and a tied head.
-#: `test_packed_equals_padded` checks that each architecture computes the right results.
+#: `test_packed_equals_padded_reference_for_each_architecture` checks that each architecture computes the right results.
 IN_SHORT = (("qwen3", Head.POLICY), ("gpt2", Head.POLICY), ("qwen3_moe", Head.POLICY), ("qwen2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
 
@@ -72,13 +72,13 @@ def padded_twin(path, batch):
         for each in (*((name, Head.POLICY) for name in NAMES), *VALUE_HEADS)
     ],
 )
-def test_conformance(name, head, model_path, tmp_path):
+def test_torch_trainer_passes_the_conformance_kit(name, head, model_path, tmp_path):
     results = run(TrainerUnderTest(TorchTrainer, spec_of(model_path(name), head=head), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_equals_padded(name, model_path, micro_batch):
+def test_packed_equals_padded_reference_for_each_architecture(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     loss, logprobs, expected = padded_twin(path, batch)
     trainer = started(path)
@@ -90,7 +90,7 @@ def test_packed_equals_padded(name, model_path, micro_batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_splitting_and_order_change_only_rounding(model_path, micro_batch):
+def test_splitting_and_reordering_a_batch_change_only_rounding(model_path, micro_batch):
     whole = started(model_path("qwen2"))
     total = whole.backward([micro_batch()], OBJECTIVE)[0]
     expected = gradients(whole)
@@ -104,7 +104,7 @@ def test_splitting_and_order_change_only_rounding(model_path, micro_batch):
             torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-6 * float(scale), msg=parameter)
 
 
-def test_equal_calls_give_equal_bits(model_path, micro_batch):
+def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch):
     trainers = [started(model_path("llama")) for _ in range(2)]
     for seed in range(3):
         batch = micro_batch(seed=seed)
@@ -138,7 +138,7 @@ def test_passes_use_weights_as_engines_hold_them(model_path, micro_batch, tmp_pa
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
 
 
-def test_checkpointing_and_chunked_vocabulary_change_no_result(model_path, micro_batch):
+def test_checkpointing_and_chunked_vocabulary_do_not_change_gradients(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain = started(path)
     plain.backward([batch], OBJECTIVE)
@@ -151,7 +151,7 @@ def test_checkpointing_and_chunked_vocabulary_change_no_result(model_path, micro
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
 
 
-def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+def test_torch_trainer_in_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
     exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
@@ -162,7 +162,7 @@ def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     assert {p.dtype for _, p in trainer._worker.named_parameters()} == {torch.float32}
 
 
-def test_weights_are_gathered_in_the_directorys_dtype(model_path, tmp_path, micro_batch):
+def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16")
     assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
@@ -196,7 +196,7 @@ def test_only_dithered_weights_show_updates_below_half_a_spacing(rounding, model
         assert stats.sent_share < 0.5
 
 
-def test_gathering_copies_nothing_and_lists_tied_weights_once(model_path):
+def test_gathering_weights_copies_nothing_and_lists_tied_weights_once(model_path):
     trainer = started(model_path("qwen2"))
     gathered = dict(trainer.gather_weights())
     assert "lm_head.weight" not in gathered and "model.embed_tokens.weight" in gathered
@@ -214,7 +214,7 @@ def test_saved_model_is_a_regular_hugging_face_directory(model_path, micro_batch
         assert torch.equal(parameter, dict(trainer.gather_weights())[name])
 
 
-def test_states_of_other_models_and_incomplete_states_are_rejected(model_path, tmp_path, micro_batch):
+def test_torch_trainer_rejects_states_of_other_models_and_incomplete_states(model_path, tmp_path, micro_batch):
     trainer = started(model_path("qwen2"))
     trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-2)
@@ -232,7 +232,7 @@ def test_states_of_other_models_and_incomplete_states_are_rejected(model_path, t
         started(model_path("qwen2"), restore_from=tmp_path)
 
 
-def test_overflowing_gradient_is_cleared(model_path, micro_batch):
+def test_torch_trainer_clears_an_overflowing_gradient_and_keeps_its_weights(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = [weight.clone() for _, weight in trainer.gather_weights()]
     trainer.backward([micro_batch()], OBJECTIVE)
@@ -245,7 +245,7 @@ def test_overflowing_gradient_is_cleared(model_path, micro_batch):
         trainer.optimizer_step(learning_rate=1e-2)
 
 
-def test_micro_batch_without_unmasked_tokens_has_zero_loss(model_path, micro_batch):
+def test_micro_batch_without_trained_tokens_has_zero_loss(model_path, micro_batch):
     trainer, batch = started(model_path("qwen2")), micro_batch()
     object.__setattr__(batch, "loss_mask", np.zeros_like(batch.loss_mask))
     stats = trainer.backward([batch], OBJECTIVE)[0]
@@ -253,7 +253,7 @@ def test_micro_batch_without_unmasked_tokens_has_zero_loss(model_path, micro_bat
     assert trainer.optimizer_step(learning_rate=1e-2).grad_norm == 0.0
 
 
-def test_weight_decay_spares_vectors(model_path, micro_batch):
+def test_weight_decay_applies_to_matrices_and_not_to_vectors(model_path, micro_batch):
     trainer = started(model_path("gpt2"), optimizer=OptimizerSpec(weight_decay=0.5))
     groups = trainer._worker.optimizer.param_groups
     assert {(group["weight_decay"], parameter.ndim) for group in groups for parameter in group["params"]} == {
@@ -262,7 +262,7 @@ def test_weight_decay_spares_vectors(model_path, micro_batch):
     }
 
 
-def test_unsatisfiable_specs_are_rejected(model_path, tmp_path):
+def test_torch_trainer_rejects_unsatisfiable_specs(model_path, tmp_path):
     with pytest.raises(SpecError, match=r"config\.json"):
         started(tmp_path)
     if not torch.cuda.is_available():
@@ -297,7 +297,7 @@ def test_models_that_cannot_be_packed_are_rejected(model_path, tmp_path):
         started(tmp_path / "mamba")
 
 
-def test_saved_value_model_can_be_started_from(model_path, micro_batch, tmp_path):
+def test_trainer_can_start_from_a_saved_value_model(model_path, micro_batch, tmp_path):
     critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
     assert not critic.forward([batch])[0].any(), "without a head of its own, values begin at 0"
     for _ in range(3):
@@ -311,7 +311,7 @@ def test_saved_value_model_can_be_started_from(model_path, micro_batch, tmp_path
     assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
 
 
-def test_state_of_another_head_and_head_of_another_width_are_rejected(model_path, micro_batch, tmp_path):
+def test_state_of_another_head_or_head_width_is_rejected(model_path, micro_batch, tmp_path):
     started(model_path("qwen2"), head=Head.VALUE).save_state(tmp_path)
     with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
         started(model_path("qwen2"), restore_from=tmp_path)
@@ -323,7 +323,7 @@ def test_state_of_another_head_and_head_of_another_width_are_rejected(model_path
         started(model_path("qwen2"), head=Head.VALUE, restore_from=tmp_path)
 
 
-def test_three_workers_share_a_process(model_path, micro_batch):
+def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batch):
     """accelerate keeps one state for all workers; creating one more must not disturb existing workers."""
     batch = micro_batch()
     alone = started(model_path("qwen2"))

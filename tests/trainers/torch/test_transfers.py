@@ -50,13 +50,15 @@ def test_bf16_moments_are_sent_in_bf16_and_converted_on_the_device() -> None:
         (torch.float32, torch.float32, torch.float32),
     ],
 )
-def test_rows_are_fetched_in_the_smaller_dtype(held: torch.dtype, wanted: torch.dtype, sent: torch.dtype) -> None:
+def test_rows_are_copied_to_the_host_in_the_smaller_dtype(
+    held: torch.dtype, wanted: torch.dtype, sent: torch.dtype
+) -> None:
     with FakeTensorMode(), Transfers() as transfers:
         rows = HostBuffer().fetch(torch.empty(3, 4, dtype=held, device=CUDA), wanted)
     assert (rows.device.type, rows.dtype, rows.shape) == ("cpu", wanted, (3, 4))
     assert transfers.dtypes == [(sent, sent)]
 
 
-def test_rows_on_the_host_are_used_directly() -> None:
+def test_rows_already_on_the_host_are_not_copied() -> None:
     rows = torch.ones(3)
     assert HostBuffer().fetch(rows, torch.float32) is rows

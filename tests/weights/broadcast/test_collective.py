@@ -65,7 +65,7 @@ def rendezvous() -> Rendezvous:
 
 
 @BOTH_WAYS
-def test_bytes_arrive(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_broadcast_delivers_the_bytes(rendezvous: Rendezvous, connections: Connections | None) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
@@ -75,7 +75,7 @@ def test_bytes_arrive(rendezvous: Rendezvous, connections: Connections | None) -
     assert torch.equal(sent, got)
 
 
-def test_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> None:
+def test_closing_an_old_generation_does_not_affect_the_new_group(rendezvous: Rendezvous) -> None:
     first = _pair(rendezvous, 1)
     second = _pair(rendezvous, 2)
     first[0].close()
@@ -87,7 +87,7 @@ def test_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> Non
     assert got.sum() == 4
 
 
-def test_tree_has_few_connections(rendezvous: Rendezvous) -> None:
+def test_tree_of_ranks_has_fewer_connections_than_a_mesh(rendezvous: Rendezvous) -> None:
     gc.collect()  # close connections of earlier groups
     ranks, before = 9, _open_files()
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
@@ -102,14 +102,16 @@ def _open_files() -> int:
 
 
 @BOTH_WAYS
-def test_missing_rank_fails_the_join_at_its_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_join_with_a_missing_rank_fails_at_its_deadline(
+    rendezvous: Rendezvous, connections: Connections | None
+) -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
         _joining(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
 
-def test_closed_store_fails_waiting_and_late_joins(rendezvous: Rendezvous) -> None:
+def test_closed_rendezvous_fails_waiting_and_later_joins(rendezvous: Rendezvous) -> None:
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
     assert not waiting[1].done()
     rendezvous.close()
@@ -121,7 +123,9 @@ def test_closed_store_fails_waiting_and_late_joins(rendezvous: Rendezvous) -> No
 
 
 @BOTH_WAYS
-def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_receive_fails_at_once_if_the_sending_rank_leaves(
+    rendezvous: Rendezvous, connections: Connections | None
+) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
@@ -134,21 +138,23 @@ def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connecti
 
 
 @BOTH_WAYS
-def test_silent_rank_fails_the_receive_at_the_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_receive_from_a_silent_rank_fails_at_the_deadline(
+    rendezvous: Rendezvous, connections: Connections | None
+) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
-def test_rank_that_does_not_receive_fails_the_send_at_the_deadline(rendezvous: Rendezvous) -> None:
+def test_send_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous: Rendezvous) -> None:
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
-def test_broadcast_after_leaving_is_rejected(rendezvous: Rendezvous) -> None:
+def test_broadcast_after_leaving_the_group_is_rejected(rendezvous: Rendezvous) -> None:
     root, _ = _pair(rendezvous)
     root.close()
     root.close()
@@ -156,7 +162,7 @@ def test_broadcast_after_leaving_is_rejected(rendezvous: Rendezvous) -> None:
         root.broadcast(torch.zeros(1, dtype=torch.uint8), deadline=time.monotonic() + 1)
 
 
-def test_taken_port_is_an_address_error() -> None:
+def test_rendezvous_on_a_taken_port_raises_an_address_error() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(AddressError, match=r"cannot listen on 127.0.0.1"),
@@ -164,7 +170,7 @@ def test_taken_port_is_an_address_error() -> None:
         Rendezvous("127.0.0.1", taken.getsockname()[1])
 
 
-def test_sockets_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
+def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
     """Checks the store and gloo in the kernel's table of this process's sockets (Linux)."""
     pair = _pair(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
@@ -187,7 +193,7 @@ def _target(link: Path) -> str:
 
 
 def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous: Rendezvous) -> None:
-    """An engine behind a dead one leaves the group, so that rank 0 does not wait for its deadline."""
+    """If the rank stayed in the group, rank 0 would wait until its deadline."""
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)

@@ -35,7 +35,7 @@ def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
     return connect_nccl(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
 
 
-def test_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_watchdog_is_disabled_only_while_the_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     group = _connect(NcclLibrary(_Done()))
@@ -46,21 +46,21 @@ def test_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.Monke
     assert group.blocking == 0 and not group.aborted.is_set()
 
 
-def test_missing_rank_fails_the_connection_at_the_deadline_and_aborts() -> None:
+def test_nccl_connection_with_a_missing_rank_is_aborted_at_the_deadline() -> None:
     library, began = NcclLibrary(_Done(), connects=False), time.monotonic()
     with pytest.raises(RuntimeError, match="NCCL timed out"):
         _connect(library, timeout_s=0.2)
     assert library.group.aborted.is_set() and time.monotonic() - began < SOON_S
 
 
-def test_failed_connection_is_aborted() -> None:
+def test_failed_nccl_connection_is_aborted() -> None:
     library = NcclLibrary(FailedWork())
     with pytest.raises(RuntimeError, match="remote process exited"):
         _connect(library)
     assert library.group.aborted.is_set()
 
 
-def test_failed_broadcast_is_an_error_and_aborts_the_group() -> None:
+def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
     group = NcclLibrary(FailedWork()).ProcessGroupNCCL(None, 0, 2, NcclLibrary(_Done()).ProcessGroupNCCL.Options())
     collective = Collective(group, None, backend=Backend.NCCL, name="group 'g'")
     with pytest.raises(UpdateError, match="remote process exited"):
@@ -70,7 +70,7 @@ def test_failed_broadcast_is_an_error_and_aborts_the_group() -> None:
         collective.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
 
 
-def test_broadcast_that_another_thread_aborts_is_an_error() -> None:
+def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
     class _Aborted(_Done):
         def is_completed(self) -> bool:
             return bool(group.aborted.is_set())  # the kernel ends, and nothing has failed
@@ -85,8 +85,8 @@ def test_broadcast_that_another_thread_aborts_is_an_error() -> None:
         sending.result(PATIENCE_S)
 
 
-def test_gloo_work_that_failed_is_complete_and_an_error() -> None:
-    """A real work whose peer died shows what `is_completed` alone cannot tell."""
+def test_failed_gloo_work_counts_as_completed_and_raises() -> None:
+    """`is_completed` alone does not distinguish work whose peer died from finished work."""
     store = torch.distributed.HashStore()
     make = lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2, _gloo_options())  # noqa: E731
     joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]  # type: ignore[misc]

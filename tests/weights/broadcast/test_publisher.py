@@ -101,7 +101,7 @@ async def serving(control: Recording, url: str) -> tuple[int, int]:
     return health.epoch, health.model_version
 
 
-async def test_all_engines_serve_the_same_weights(
+async def test_all_engines_serve_the_broadcast_weights(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     report = await publisher.publish(publication(1, engines))
@@ -113,7 +113,7 @@ async def test_all_engines_serve_the_same_weights(
     assert card.digest == report.digest
 
 
-async def test_group_is_joined_and_layout_sent_once(
+async def test_engines_join_the_group_and_get_the_layout_only_once(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     for version in (1, 2, 3):
@@ -134,7 +134,7 @@ async def test_new_membership_forms_a_new_group(
     assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
 
 
-async def test_later_epoch_outranks_an_earlier_trainer(control: Recording, engines: list[str]) -> None:
+async def test_trainer_of_an_earlier_epoch_cannot_broadcast(control: Recording, engines: list[str]) -> None:
     first = BroadcastPublisher(control)
     await first.publish(publication(7, engines, membership=9))
     second = BroadcastPublisher(control)
@@ -147,7 +147,7 @@ async def test_later_epoch_outranks_an_earlier_trainer(control: Recording, engin
     await second.close()
 
 
-async def test_empty_publication_reports_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
+async def test_broadcast_without_engines_reports_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     served = await publisher.publish(publication(1, engines))
@@ -165,7 +165,7 @@ async def test_engine_that_already_serves_the_version_is_skipped(
     assert again.digest == report.digest and again.failed == {}
 
 
-async def test_refusing_engine_is_named_and_the_others_are_served(
+async def test_engine_that_refuses_a_version_is_named_and_the_others_are_updated(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     """An engine with another model, or of another run, must not keep the fleet from its weights."""
@@ -178,7 +178,7 @@ async def test_refusing_engine_is_named_and_the_others_are_served(
     assert report.failed == {}, "the publication after a refused one works"
 
 
-async def test_weights_refused_by_every_engine_are_an_error_with_reasons(
+async def test_broadcast_refused_by_every_engine_raises_with_the_reasons(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(9, engines))
@@ -187,7 +187,7 @@ async def test_weights_refused_by_every_engine_are_an_error_with_reasons(
     assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
 
 
-async def test_unreachable_engine_is_reported_and_the_others_are_served(
+async def test_unreachable_engine_is_reported_and_the_others_are_updated(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -208,7 +208,7 @@ async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
         assert await serving(control, url) == (1, 20)
 
 
-async def test_engine_overloaded_by_failed_joins_is_blameless(
+async def test_engine_overloaded_by_pending_joins_is_reported_as_blameless(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -228,7 +228,7 @@ async def test_error_names_each_engine_when_all_are_unreachable(publisher: Broad
         await publisher.publish(publication(1, urls))
 
 
-async def test_wrongly_gathered_parameters_change_nothing(
+async def test_parameters_that_differ_from_the_layout_are_not_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
@@ -257,10 +257,10 @@ async def test_generation_continues_during_a_slow_broadcast(
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
-async def test_engine_death_in_the_broadcast_does_not_affect_the_others(
+async def test_engine_killed_or_suspended_during_a_broadcast_does_not_affect_the_others(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
-    """The engine is killed or stopped; the others are served by another generation of the group."""
+    """The other engines get the weights through a new generation of the group."""
     timeout_s = 21.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
         # The process imports torch when it first joins, which takes seconds on a busy core.
@@ -285,7 +285,7 @@ async def test_engine_death_in_the_broadcast_does_not_affect_the_others(
     assert one == two
 
 
-async def test_engine_restarted_during_the_broadcast_is_served_too(
+async def test_engine_restarted_during_a_broadcast_gets_the_weights(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     """The restarted engine answers at its URL after the broadcast has failed, so no engine seems lost."""
@@ -308,7 +308,7 @@ async def test_engine_restarted_during_the_broadcast_is_served_too(
 def _halting(
     sending: threading.Event, release: threading.Event, *, bucket: int = 1
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Return weights that pause before a bucket (from 0) until released, the first time only."""
+    """Return weights whose first reading pauses before the given bucket (counted from 0) until `release` is set."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, item in enumerate(weights(2)()):

@@ -1,4 +1,4 @@
-"""One pass over the parameters, of any array library, checked against the layout."""
+"""The sender reads the parameters once, from any array library, and checks them against the layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     ids=["numpy", "torch", "dlpack", "read_only", "fortran"],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 70, 10**6])
-def test_bytes_equal_those_of_the_layout(kind: Any, bucket_bytes: int) -> None:
+def test_sent_bytes_are_the_same_from_every_array_library(kind: Any, bucket_bytes: int) -> None:
     assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
 
 
@@ -103,7 +103,7 @@ def test_parameters_that_differ_from_the_layout_are_rejected(items: list[tuple[s
         _send(items)
 
 
-def test_silent_rank_fails_the_send_after_silence_s() -> None:
+def test_send_to_a_silent_rank_fails_after_silence_s() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
         host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S

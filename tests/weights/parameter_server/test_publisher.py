@@ -126,14 +126,16 @@ async def test_engines_are_spread_over_replicas_and_layout_is_sent_once(
     assert [request.layout is not None for _, request in prepares] == [True, True, False, False]
 
 
-async def test_servers_know_engine_progress(publisher: PullPublisher, engines: list[str], servers: list[str]) -> None:
+async def test_parameter_servers_track_the_version_of_each_engine(
+    publisher: PullPublisher, engines: list[str], servers: list[str]
+) -> None:
     await publisher.publish(publication(1, engines[:1]))
     assert [progress(url) for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
     await publisher.publish(publication(2, engines))
     assert [progress(url) for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
 
 
-async def test_late_joiner_needs_no_new_upload(
+async def test_engine_that_joins_late_needs_no_new_upload(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -146,7 +148,7 @@ async def test_late_joiner_needs_no_new_upload(
     assert await greedy(control, engines[0]) == await greedy(control, engines[1])
 
 
-async def test_unreachable_engine_does_not_affect_the_others(
+async def test_unreachable_engine_does_not_affect_publication_to_other_engines(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -157,7 +159,7 @@ async def test_unreachable_engine_does_not_affect_the_others(
         await publisher.publish(publication(2, [gone]))
 
 
-async def test_engines_of_another_model_refuse_the_version(
+async def test_engines_of_another_model_reject_the_version(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     layout = parameter_server.LAYOUT
@@ -178,7 +180,7 @@ async def test_engine_killed_while_pulling_is_reported(
     assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
-async def test_served_engines_are_reported_even_if_the_next_upload_fails() -> None:
+async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() -> None:
     """One of two engines loses its server in the middle, and no server returns in time."""
 
     class Vanishing:
@@ -210,13 +212,13 @@ async def test_served_engines_are_reported_even_if_the_next_upload_fails() -> No
     assert report.failed == {"http://b": "no parameter server takes the version"}
 
 
-async def test_empty_publication_is_uploaded(publisher: PullPublisher, engines: list[str]) -> None:
+async def test_publication_without_engines_is_uploaded(publisher: PullPublisher, engines: list[str]) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     assert alone.digest == (await publisher.publish(publication(1, engines))).digest
 
 
-async def test_later_epoch_fences_the_earlier_trainer(
+async def test_trainer_of_an_earlier_epoch_cannot_publish(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     await publisher.publish(publication(7, engines))
@@ -229,7 +231,9 @@ async def test_later_epoch_fences_the_earlier_trainer(
     await second.close()
 
 
-async def test_publications_wait_their_turn(publisher: PullPublisher, control: Recording, engines: list[str]) -> None:
+async def test_concurrent_publications_complete_in_order(
+    publisher: PullPublisher, control: Recording, engines: list[str]
+) -> None:
     reports = await asyncio.gather(*(publisher.publish(publication(version, engines)) for version in (1, 2, 3, 4)))
     assert [report.version for report in reports] == [1, 2, 3, 4]
     assert await serving(control, *engines) == [(1, 4), (1, 4)]
@@ -249,7 +253,7 @@ class _ByToken:
         return await chosen.request_weight_update(url, request)
 
 
-async def test_announced_engines_get_no_request_unless_they_lack_the_layout(
+async def test_engines_that_follow_announcements_get_no_request_unless_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
     follows, asked = engines

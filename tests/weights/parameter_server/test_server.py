@@ -62,7 +62,7 @@ def held(url: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["odd", "large"])
 @pytest.mark.parametrize("pushed_by_memory", [True, False], ids=["push-memory", "push-http"])
 @pytest.mark.parametrize("pulled_by_memory", [True, False], ids=["pull-memory", "pull-http"])
-def test_every_transport_brings_the_same_bytes(
+def test_every_transport_delivers_the_same_bytes(
     server: str, layout: WeightLayout, pushed_by_memory: bool, pulled_by_memory: bool
 ) -> None:
     placement = Uploader([server], token=TOKEN, shared_memory=pushed_by_memory)
@@ -77,7 +77,7 @@ def test_every_transport_brings_the_same_bytes(
     placement.close()
 
 
-def test_torch_buffer_is_filled_like_numpy(server: str) -> None:
+def test_pull_fills_a_torch_buffer(server: str) -> None:
     import torch
 
     place([server], publication(1))
@@ -96,7 +96,7 @@ def test_replicas_copy_from_one_server_and_serve_the_same_bytes(servers: list[st
         assert np.array_equal(into, flat(1))
 
 
-def test_held_version_is_not_sent_again(servers: list[str]) -> None:
+def test_version_already_on_a_server_is_not_uploaded_again(servers: list[str]) -> None:
     sent = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -109,14 +109,13 @@ def test_held_version_is_not_sent_again(servers: list[str]) -> None:
     assert len(sent) == 1 and placed.sources == (tuple(servers),), "the others copied it from the one that had it"
 
 
-def test_unreachable_server_is_named_and_the_others_hold_the_version(servers: list[str]) -> None:
+def test_upload_names_an_unreachable_server_and_reaches_the_others(servers: list[str]) -> None:
     placed = place(["http://127.0.0.1:9", *servers], publication(1))
     assert placed.sources == (tuple(servers),)
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_replica_is_waited_for_until_it_is_known_to_be_gone(servers: list[str]) -> None:
-    """Servers keep their versions while a replica may hold nothing newer, until it has failed."""
+def test_servers_keep_a_version_until_a_lagging_replica_is_known_to_be_gone(servers: list[str]) -> None:
     gone = "http://127.0.0.1:9"
     with closing(Uploader([gone, *servers[:1]], token=TOKEN)) as placement:
         placement.upload(publication(1), {}, deadline=soon())
@@ -126,14 +125,14 @@ def test_replica_is_waited_for_until_it_is_known_to_be_gone(servers: list[str]) 
         assert held(servers[0]) == [(1, 2)]
 
 
-def test_upload_without_servers_ends_at_its_deadline_with_a_reason() -> None:
+def test_upload_without_reachable_servers_fails_at_its_deadline_with_a_reason() -> None:
     began = time.monotonic()
     with pytest.raises(UpdateError, match=r"no parameter server takes the version: http://127.0.0.1:9: .*refused"):
         Uploader(["http://127.0.0.1:9"], token=TOKEN).upload(publication(1), {}, deadline=began + 0.5)
     assert time.monotonic() - began < SOON_S
 
 
-def test_full_server_is_retried_and_names_the_members_it_holds_for() -> None:
+def test_upload_to_a_full_server_is_retried_and_names_the_lagging_members() -> None:
     with (
         in_thread(application(room=2)) as url,
         closing(Uploader([url], token=TOKEN)) as placement,
@@ -148,14 +147,14 @@ def test_full_server_is_retried_and_names_the_members_it_holds_for() -> None:
         assert held(url) == [(1, 2), (1, 3)]
 
 
-def test_later_trainer_fences_the_earlier_one(server: str) -> None:
+def test_trainer_of_an_earlier_epoch_cannot_upload(server: str) -> None:
     place([server], publication(9, epoch=2))
     with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
         place([server], publication(10))
     assert held(server) == [(2, 9)]
 
 
-def test_wrongly_gathered_parameters_are_not_sealed(server: str) -> None:
+def test_upload_of_parameters_that_differ_from_the_layout_is_not_sealed(server: str) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
         yield "embed", np.zeros((3, 3), np.float32)
 
@@ -166,7 +165,7 @@ def test_wrongly_gathered_parameters_are_not_sealed(server: str) -> None:
     assert held(server) == [(1, 1)]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- rejected requests -------------------------------------------------------------------------------------------
 
 
 def test_every_route_except_health_requires_the_token(server: str) -> None:
@@ -185,7 +184,7 @@ def test_every_route_except_health_requires_the_token(server: str) -> None:
         assert "a valid bearer token" in stranger.confirm(1, {}, deadline=soon())[server]
 
 
-def test_ranges_are_exact_and_invalid_ones_are_rejected(server: str) -> None:
+def test_weight_ranges_are_served_exactly_and_invalid_ones_are_rejected(server: str) -> None:
     place([server], publication(1))
     data, size = flat(1).tobytes(), LAYOUT.num_bytes
     assert ask(server, "GET", "/weights/1/1").content == data
@@ -202,7 +201,7 @@ def test_ranges_are_exact_and_invalid_ones_are_rejected(server: str) -> None:
     assert ask(server, "GET", "/weights/1/one").status_code == 400
 
 
-def test_bytes_are_served_only_after_the_digest_check(server: str) -> None:
+def test_uploaded_bytes_are_served_only_after_the_digest_check(server: str) -> None:
     announced = {"epoch": 1, "version": 1, "layout": LAYOUT.model_dump(mode="json")}
     assert ask(server, "POST", "/versions", json=announced).status_code == 200
     assert ask(server, "GET", "/weights/1/1").status_code == 409
@@ -219,7 +218,7 @@ def test_bytes_are_served_only_after_the_digest_check(server: str) -> None:
     assert ask(server, "PUT", "/weights/1/1", content=data).status_code == 400, "what is whole never changes"
 
 
-def test_pull_with_another_digest_is_rejected(server: str) -> None:
+def test_pull_of_bytes_with_another_digest_is_rejected(server: str) -> None:
     place([server], publication(1))
     asked = order(1, server)
     for by_memory in (True, False):
@@ -244,7 +243,7 @@ def test_late_or_cancelled_pull_fails(server: str) -> None:
         WeightPuller(token=TOKEN).fetch(unwanted, into=into)
 
 
-def test_restarted_server_begins_with_its_saved_version(tmp_path: Path) -> None:
+def test_restarted_server_serves_its_saved_version(tmp_path: Path) -> None:
     copies = str(tmp_path / "copies")
     with in_thread(application(copies)) as url:
         place([url], publication(1))

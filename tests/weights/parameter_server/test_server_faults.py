@@ -79,7 +79,7 @@ def test_pull_from_a_killed_server_finishes_from_its_replica(server: Server, rep
     assert came == sorted(set(came)), "what had landed was not fetched again"
 
 
-def test_killed_server_without_a_replica_is_named(server: Server) -> None:
+def test_pull_fails_at_once_naming_the_killed_server_without_replica(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -91,7 +91,7 @@ def test_killed_server_without_a_replica_is_named(server: Server) -> None:
     assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
-def test_mapped_memory_outlives_its_server_and_leaves_no_file(server: Server) -> None:
+def test_mapped_weights_outlive_their_server_and_leave_no_file(server: Server) -> None:
     url, process = server
     place(url)
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -106,7 +106,7 @@ def test_mapped_memory_outlives_its_server_and_leaves_no_file(server: Server) ->
     assert LARGE.num_bytes not in sizes, "what other tests hold there meanwhile is of other sizes"
 
 
-def test_segment_with_another_name_is_not_mapped(server: Server) -> None:
+def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -> None:
     url, _ = server
     place(url)
     record = VersionRecord.model_validate(
@@ -119,7 +119,7 @@ def test_segment_with_another_name_is_not_mapped(server: Server) -> None:
     assert reader is not None and not reader.bytes.flags.writeable, "only the trainer writes"
 
 
-def test_pull_from_a_stopped_server_ends_at_the_deadline(server: Server) -> None:
+def test_pull_from_a_suspended_server_fails_at_the_deadline(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -136,7 +136,7 @@ def test_pull_from_a_stopped_server_ends_at_the_deadline(server: Server) -> None
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_stalled_reader_does_not_hold_a_version_forever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_reader_does_not_keep_a_version_forever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 3.0)
     address = ("127.0.0.1", int(replica.rpartition(":")[2]))
     with (
@@ -155,7 +155,7 @@ def test_stalled_reader_does_not_hold_a_version_forever(replica: str, monkeypatc
             time.sleep(0.05)
 
 
-def test_cancelled_pull_ends_at_once(server: Server) -> None:
+def test_cancelled_pull_from_a_suspended_server_ends_at_once(server: Server) -> None:
     url, process = server
     place(url)
     asked = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
@@ -199,7 +199,7 @@ def test_upload_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool
         assert _held(url) == [(1, 1)]
 
 
-def test_stopped_replica_is_left_out(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_skips_a_suspended_replica(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url, process = server
     monkeypatch.setattr(push, "_ANSWER_S", 3.0)
     os.kill(process.pid, signal.SIGSTOP)
@@ -212,7 +212,7 @@ def test_stopped_replica_is_left_out(server: Server, replica: str, monkeypatch: 
 
 
 async def test_publication_survives_a_restart_of_its_only_server(tmp_path: Path) -> None:
-    """The server dies after version 1. Version 2 waits for the restarted one, which loads what the first one saved."""
+    """The server dies after version 1. Version 2 waits for the restarted server, which loads the saved version 1."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.fakes.parameter_server", str(port), str(tmp_path / "copies")]
     url = f"http://127.0.0.1:{port}"

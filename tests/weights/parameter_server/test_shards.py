@@ -70,7 +70,9 @@ def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: b
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_form_the_version_on_every_transport(servers: list[str], layout: WeightLayout, shards: int) -> None:
+def test_shards_form_the_whole_version_on_every_transport(
+    servers: list[str], layout: WeightLayout, shards: int
+) -> None:
     memory, http = (
         Uploader(servers, shards=shards, token=TOKEN, shared_memory=by_memory) for by_memory in (True, False)
     )
@@ -106,7 +108,7 @@ def test_server_serves_only_its_own_shard(servers: list[str]) -> None:
         assert whole.status_code == 400, "nobody may take a part for the whole"
 
 
-def test_only_missing_shards_are_sent() -> None:
+def test_only_missing_shards_are_uploaded() -> None:
     gathered = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -126,7 +128,7 @@ def test_only_missing_shards_are_sent() -> None:
             place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
 
 
-def test_missing_server_of_a_shard_is_named_and_nothing_is_sealed(servers: list[str]) -> None:
+def test_upload_names_the_missing_server_of_a_shard_and_seals_no_version(servers: list[str]) -> None:
     began = time.monotonic()
     with (
         closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as placement,
@@ -138,7 +140,7 @@ def test_missing_server_of_a_shard_is_named_and_nothing_is_sealed(servers: list[
 
 
 def test_shard_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
-    """Version 1 must stay on shard 0 while shard 1 holds nothing else, so that it stays complete."""
+    """Version 1 must stay on shard 0 while shard 1 holds only version 1."""
     placed = place(servers[:2], 2, layout=MANY)
     assert placed.failed == {}
     with closing(Uploader(servers[:2], shards=2, token=TOKEN)) as placement:
@@ -174,7 +176,7 @@ def test_pull_from_a_shards_killed_server_finishes_from_its_replica(by_memory: b
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
-def test_killed_server_of_a_shard_without_replica_is_named_and_cancels_the_others() -> None:
+def test_pull_fails_at_once_naming_the_killed_server_of_a_shard() -> None:
     with ExitStack() as stack:
         (victim, process) = stack.enter_context(as_process("tests.fakes.parameter_server"))
         other = stack.enter_context(in_thread(application()))
@@ -190,10 +192,7 @@ def test_killed_server_of_a_shard_without_replica_is_named_and_cancels_the_other
 
 
 def test_wrong_bytes_of_a_shard_are_rejected_or_fetched_from_its_next_server(servers: list[str]) -> None:
-    """Shards of two publications with the same key are mixed.
-
-    The digest of the whole reveals it, and the next source repairs it.
-    """
+    """Shards of two publications with the same key are mixed, which only the digest of the whole version reveals."""
     place([servers[0], servers[1]], 2, layout=MANY)
     placed = place([servers[2], servers[3]], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
     into = np.zeros(MANY.num_bytes, np.uint8)
@@ -206,7 +205,7 @@ def test_wrong_bytes_of_a_shard_are_rejected_or_fetched_from_its_next_server(ser
     assert np.array_equal(into, flat(1, MANY))
 
 
-def test_each_server_saves_its_shard_and_restarts_with_it(tmp_path: Path) -> None:
+def test_restarted_servers_serve_their_saved_shards(tmp_path: Path) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         place(urls, 2, layout=MANY)
@@ -223,7 +222,7 @@ def test_each_server_saves_its_shard_and_restarts_with_it(tmp_path: Path) -> Non
         assert placed.digest == digest(1, MANY) and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
 
 
-def test_other_shard_counts_of_one_version_are_rejected(servers: list[str]) -> None:
+def test_shard_count_that_differs_from_an_earlier_upload_is_rejected(servers: list[str]) -> None:
     place(servers[:2], 2, layout=MANY)
     with pytest.raises(UpdateError, match=r"was announced as shard 0 of 2 .*, now as shard 0 of 4"):
         place(servers, 4, layout=MANY)

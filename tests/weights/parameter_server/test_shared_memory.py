@@ -1,4 +1,4 @@
-"""The buffer of a pull: parts in any order, from several threads, on host or device; one digest."""
+"""The buffer of a pull: parts in any order, from several threads, on host or device, give the same digest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def land(received: ReceiveBuffer, part: Part) -> None:
 @pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "inside out"])
 @pytest.mark.parametrize("into", [np.zeros, torch.zeros, OnDevice], ids=["numpy", "torch", "device"])
-def test_parts_in_any_order_give_the_bytes_and_the_digest(into: Any, order: str, part_bytes: int) -> None:
+def test_parts_received_in_any_order_give_the_same_bytes_and_digest(into: Any, order: str, part_bytes: int) -> None:
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
     came: list[int] = []
     received = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], on_progress=came.append)
@@ -59,7 +59,7 @@ def test_parts_in_any_order_give_the_bytes_and_the_digest(into: Any, order: str,
     assert came == sorted(came) and came[-1] == len(DATA)
 
 
-def test_parts_arrive_from_many_threads() -> None:
+def test_parts_received_by_many_threads_give_the_same_bytes_and_digest() -> None:
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
         received = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], on_progress=lambda _: None)

@@ -38,7 +38,7 @@ def test_clear_removes_only_its_own_snapshots(place: str) -> None:
     assert [len(list(SnapshotStore(f"{place}/{name}").newest())) for name in ("mine", "theirs")] == [0, 1]
 
 
-def test_newest_snapshots_come_back_bit_by_bit(place: str) -> None:
+def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place: str) -> None:
     for key in ((1, 9), (2, 3), (2, 10)):
         save(SnapshotStore(place, keep=2), key)
     first, second = SnapshotStore(place).newest()
@@ -49,7 +49,7 @@ def test_newest_snapshots_come_back_bit_by_bit(place: str) -> None:
     assert np.array_equal(into, flat(10))
 
 
-def test_saving_a_version_again_replaces_it(place: str) -> None:
+def test_saving_a_version_again_replaces_its_snapshot(place: str) -> None:
     store = SnapshotStore(place)
     save(store, (1, 1))
     store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
@@ -59,7 +59,7 @@ def test_saving_a_version_again_replaces_it(place: str) -> None:
     assert np.array_equal(into, flat(2))
 
 
-def test_shards_are_saved_separately_and_form_the_whole(place: str) -> None:
+def test_separately_saved_shards_form_the_whole_version(place: str) -> None:
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     for number in range(2):
         shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
@@ -71,12 +71,12 @@ def test_shards_are_saved_separately_and_form_the_whole(place: str) -> None:
     assert np.array_equal(into, flat(4))
 
 
-def test_empty_place_has_no_snapshots(place: str) -> None:
+def test_empty_snapshot_store_has_no_snapshots(place: str) -> None:
     assert list(SnapshotStore(place).newest()) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damaged_bytes_are_rejected(tmp_path: Path, damage: str) -> None:
+def test_damaged_snapshot_bytes_are_rejected(tmp_path: Path, damage: str) -> None:
     store = SnapshotStore(str(tmp_path))
     save(store, (1, 1))
     path = tmp_path / "1.1" / "weights.bin"

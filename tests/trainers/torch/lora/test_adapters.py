@@ -19,7 +19,7 @@ from trainer_contract.errors import SpecError, StateError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
 
-#: Warning of peft, which wraps whole models.
+#: peft warns when it wraps a whole model.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 VOCAB = 48
@@ -56,14 +56,14 @@ def saved(trainer, directory):
 
 
 @pytest.mark.parametrize(("name", "head"), ARCHITECTURES)
-def test_conformance(name, head, model_path, tmp_path):
+def test_lora_trainer_passes_the_conformance_kit(name, head, model_path, tmp_path):
     spec = TrainerSpec(model_path=model_path(name), device=Device.CPU, head=head, options={"lora": LORA})
     results = run(TrainerUnderTest(TorchTrainer, spec, VOCAB, Learns.ADAPTERS), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_twenty_steps_match_a_plain_peft_loop(name, model_path, micro_batch):
+def test_twenty_lora_steps_match_a_plain_peft_loop(name, model_path, micro_batch):
     from peft import LoraConfig, get_peft_model  # imported here, so that other test processes need not import it
 
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
@@ -108,7 +108,7 @@ def plain_loss(model, batch):
     return loss
 
 
-def test_engines_get_merged_weights_under_the_base_models_names(model_path, micro_batch, tmp_path):
+def test_gathered_weights_are_merged_and_have_the_base_models_names(model_path, micro_batch, tmp_path):
     from peft import PeftModel
 
     path, batch = model_path("gpt2"), micro_batch()
@@ -128,7 +128,7 @@ def test_engines_get_merged_weights_under_the_base_models_names(model_path, micr
     assert all(np.array_equal(own.numpy().view(np.uint8).ravel(), before[n]) for n, own in trainer._worker.own.items())
 
 
-def test_state_contains_only_adapters_and_their_moments(model_path, micro_batch, tmp_path):
+def test_lora_state_contains_only_adapters_and_their_moments(model_path, micro_batch, tmp_path):
     trainer, whole = started(model_path("qwen2")), started(model_path("qwen2"), lora=None)
     for each in (trainer, whole):
         trained(each, micro_batch())
@@ -141,7 +141,7 @@ def test_state_contains_only_adapters_and_their_moments(model_path, micro_batch,
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model_path("qwen2")))
 
 
-def test_bf16_base_gives_the_same_bits_in_half_the_memory(model_path, micro_batch, tmp_path):
+def test_bf16_base_gives_bit_identical_results_in_half_the_memory(model_path, micro_batch, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path("gpt2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bf16")
     model.float().save_pretrained(tmp_path / "fp32")
@@ -156,7 +156,7 @@ def test_bf16_base_gives_the_same_bits_in_half_the_memory(model_path, micro_batc
     assert sizes[0] < 0.55 * sizes[1]
 
 
-def test_policy_critic_and_reference_share_one_base(model_path, micro_batch):
+def test_lora_policy_critic_and_reference_share_one_base(model_path, micro_batch):
     path, batch = model_path("qwen3"), micro_batch()
     policy, critic, reference = started(path), started(path, head=Head.VALUE), started(path)
     weights = {name: own.data_ptr() for name, own in policy._worker.own.items()}
@@ -174,7 +174,7 @@ def test_policy_critic_and_reference_share_one_base(model_path, micro_batch):
     assert not list(adapters._BASES)
 
 
-def test_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_batch, tmp_path):
+def test_lora_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_batch, tmp_path):
     path, batch, lora = model_path("qwen2"), micro_batch(), {**LORA, "dropout": 0.5}
     trainer = started(path, lora=lora)
     trained(trainer, batch)
@@ -206,19 +206,19 @@ def test_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_bat
         (8, r"options\.lora must be a table, got 8"),
     ],
 )
-def test_invalid_options_are_rejected(lora, sentence, model_path):
+def test_invalid_lora_options_are_rejected(lora, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         TorchTrainer().init_worker(
             TrainerSpec(model_path=model_path("qwen2"), device=Device.CPU, options={"lora": lora})
         )
 
 
-def test_fp32_output_layer_cannot_be_a_target(model_path):
+def test_fp32_output_layer_is_rejected_as_a_lora_target(model_path):
     with pytest.raises(SpecError, match=r"names the output layer, and model\.head_precision = fp32"):
         started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
 
 
-def test_states_of_other_adapters_bases_and_whole_models_are_rejected(model_path, micro_batch, tmp_path):
+def test_lora_rejects_states_of_other_adapters_bases_and_whole_models(model_path, micro_batch, tmp_path):
     path, batch = model_path("qwen2"), micro_batch()
     trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
     state = saved(trainer, tmp_path / "lora")

@@ -1,6 +1,4 @@
-"""AdamW with a smaller state or with its state on the host, compared with torch's AdamW and with rounding to
-nearest.
-"""
+"""AdamW with bf16 moments or with its state on the host, compared with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -54,12 +52,12 @@ def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: r
     return found
 
 
-def test_defaults_use_torchs_adamw() -> None:
+def test_default_options_use_torchs_adamw() -> None:
     assert isinstance(adamw(parameters(), SPEC, OptimizerOptions(), seed=0), AdamW)
     assert optimizer_of({}) == OptimizerOptions()
 
 
-def test_20_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_20_adamw_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not divide the parameters evenly
     theirs, ours = parameters(), parameters()
     expected = stepped(adamw(theirs, SPEC, OptimizerOptions(), seed=0), theirs, range(20))
@@ -70,7 +68,7 @@ def test_20_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyP
     assert [int(its["step"]) for its in optimizer.state.values()] == [20, 20], "what has no gradient is left alone"
 
 
-def test_stochastic_rounding_picks_neighbours_with_the_right_mean() -> None:
+def test_stochastic_rounding_picks_a_bf16_neighbour_and_keeps_the_mean() -> None:
     draw = torch.Generator().manual_seed(0)
     values = torch.tensor([1.0, -1.0, 1.001, -1.001, 3.1e-5, 0.0, 1.9921875])
     lower = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
@@ -87,7 +85,7 @@ def test_stochastic_rounding_picks_neighbours_with_the_right_mean() -> None:
 
 
 def test_bf16_second_moment_decays_at_the_right_rate() -> None:
-    """It decays by 0.999 per step; rounded to nearest it would never change."""
+    """With a decay of 0.999 per step, rounding to nearest would never change the moment."""
     spec, trained = OptimizerSpec(betas=(0.9, 0.999)), [nn.Parameter(torch.zeros(64, 64))]
     optimizer = adamw(trained, spec, BF16, seed=0)
     trained[0].grad = torch.ones(64, 64)
@@ -106,7 +104,7 @@ def test_bf16_second_moment_decays_at_the_right_rate() -> None:
 @pytest.mark.parametrize(
     "options", [HOST, BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)], ids=str
 )
-def test_restored_state_continues_bit_for_bit(options: OptimizerOptions) -> None:
+def test_restored_optimizer_state_continues_bit_for_bit(options: OptimizerOptions) -> None:
     whole, parted = parameters(), parameters()
     expected = stepped(adamw(whole, SPEC, options, seed=3), whole, range(8))[-1]
     first = adamw(parted, SPEC, options, seed=3)
@@ -117,7 +115,7 @@ def test_restored_state_continues_bit_for_bit(options: OptimizerOptions) -> None
     assert torch.equal(stepped(second, parted, range(5, 8))[-1], expected)
 
 
-def test_state_converts_between_fp32_and_bf16() -> None:
+def test_optimizer_state_converts_between_fp32_and_bf16() -> None:
     (parameter, *_), moments = parameters(), {"step": torch.tensor(3.0)}
     moments |= {name: torch.rand(13, 7) for name in ("exp_avg", "exp_avg_sq")}
     small = restored_state(moments, parameter, BF16)
@@ -126,7 +124,7 @@ def test_state_converts_between_fp32_and_bf16() -> None:
     assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
 
 
-def test_processes_with_the_same_rows_round_the_same() -> None:
+def test_processes_with_the_same_rows_round_identically() -> None:
     found = []
     for shard in (0, 0, 1):
         trained = parameters()
@@ -143,7 +141,7 @@ def test_processes_with_the_same_rows_round_the_same() -> None:
         ("host", "options.optimizer must be a table, got 'host'"),
     ],
 )
-def test_invalid_options_are_rejected_by_name(given: Any, sentence: str) -> None:
+def test_invalid_optimizer_options_are_rejected_by_name(given: Any, sentence: str) -> None:
     with pytest.raises(SpecError) as refused:
         optimizer_of({"optimizer": given})
     assert str(refused.value) == sentence

@@ -45,7 +45,7 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
         ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
     ],
 )
-def test_kernel_is_chosen_only_where_all_facts_allow_it(change, reason):
+def test_varlen_kernel_is_chosen_only_if_all_conditions_hold(change, reason):
     why_not = why_not_varlen(replace(FITS, **change))
     assert why_not == reason
     auto, buckets, varlen = SegmentAttention
@@ -73,7 +73,7 @@ def test_kernel_is_chosen_only_where_all_facts_allow_it(change, reason):
         ({"num_attention_heads": [4, 8]}, (0, 0, set())),
     ],
 )
-def test_head_shapes_are_read_from_a_configuration(config, heads):
+def test_head_shapes_are_read_from_a_model_config(config, heads):
     assert HeadShapes.of(config) == heads
 
 
@@ -81,11 +81,11 @@ def tried(kernel):
     return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_correct_kernel_passes_its_trial():
+def test_correct_attention_kernel_passes_the_trial():
     assert tried(varlen_attention) is None
 
 
-def test_faulty_kernel_fails_its_trial():
+def test_faulty_attention_kernel_fails_the_trial():
     def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
         ends = cu_seq_k[:-1] + cu_seq_q.diff()
         first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
@@ -108,7 +108,7 @@ def test_faulty_kernel_fails_its_trial():
         )
 
 
-def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, caplog):
+def test_trainer_logs_its_attention_choice_and_rejects_an_unusable_kernel(model_path, caplog):
     def started(**options):
         spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
         TorchTrainer().init_worker(spec)

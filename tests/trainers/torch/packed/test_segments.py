@@ -41,7 +41,7 @@ def test_bucket_attention_equals_masked_attention(name, kv_heads, window):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_plan_is_a_bijection_with_little_padding(name):
+def test_segment_plan_maps_each_token_to_one_row_with_little_padding(name):
     positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
     plan = SegmentPlan.of(positions, torch.device("cpu"))
     assert torch.equal(plan.token_of_row[plan.row_of_token], torch.arange(len(positions)))

@@ -13,7 +13,7 @@ from trainer_contract.errors import SpecError
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 64])
-def test_each_token_and_prediction_belongs_to_one_process(processes):
+def test_each_token_and_each_prediction_belongs_to_one_process(processes):
     """Three rollouts, two of which share a prompt that is computed once."""
     batch = pack([[1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 6]], prompt=3)
     distinct, asked = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
@@ -45,7 +45,7 @@ def test_each_process_has_the_key_heads_of_its_query_heads(query_heads, key_head
         assert np.repeat(own, len(queries) // len(own)).tolist() == queries.tolist()
 
 
-def test_indivisible_heads_are_rejected():
+def test_number_of_heads_not_divisible_by_cp_is_rejected():
     refuse_heads(14, 7)
     with pytest.raises(SpecError, match=r"options\.mesh\.cp=4: attention has 14 heads, .* set cp to a divisor of 14"):
         refuse_heads(14, 4)

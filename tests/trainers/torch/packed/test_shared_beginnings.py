@@ -25,20 +25,20 @@ def texts_of(batch, which):
     return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
 
 
-def test_one_copy_of_equal_prefixes_is_kept(shared, branching):
+def test_one_copy_of_equal_segment_prefixes_is_kept(shared, branching):
     for batch in (shared, branching):
         distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
         assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
         assert [texts[distinct.kept[place]] for place in distinct.place] == texts
 
 
-def test_tree_of_ten_answers_holds_few_tokens(branching):
+def test_tree_of_ten_answers_keeps_each_shared_token_once(branching):
     of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
     assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
 
 
-def test_trunk_of_a_branching_episode_is_computed_once():
-    """Its first turn is trained in the first segment and context in the second; both keep one copy of its tokens."""
+def test_shared_trunk_of_a_branching_episode_is_computed_once():
+    """The first turn is trained in the first segment and is context in the second."""
     forked = episode([((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8))], (ROOT, 0, 0))
     batch = alone([forked])
     distinct = Distinct.of(batch)
@@ -46,7 +46,7 @@ def test_trunk_of_a_branching_episode_is_computed_once():
     assert batch.token_ids[distinct.kept].tolist() == list(range(9))
 
 
-def test_answers_with_replayed_experts_are_not_deduplicated(micro_batch):
+def test_sampled_tokens_with_replayed_experts_are_not_deduplicated(micro_batch):
     batch = micro_batch((8, 8), select=[0, 0])
     first = int(np.flatnonzero(batch.loss_mask)[0])
     assert len(Distinct.of(batch).kept) == 8, "one answer twice"
@@ -54,7 +54,7 @@ def test_answers_with_replayed_experts_are_not_deduplicated(micro_batch):
     assert len(Distinct.of(routed).kept) == 16 - first, "two samplers may have sent it to different experts"
 
 
-def test_single_shared_token_is_not_deduplicated(micro_batch):
+def test_prefix_of_a_single_shared_token_is_not_deduplicated(micro_batch):
     batch = micro_batch((40, 40, 9))
     tokens = batch.token_ids.copy()
     tokens[[0, 40, 80]] = 7, 7, 8
@@ -73,7 +73,7 @@ def test_gradients_of_rows_read_from_the_same_place_are_summed(place):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_matches_whole_segments(shared, window):
+def test_attention_over_shared_prefixes_matches_whole_segments(shared, window):
     distinct, device = Distinct.of(shared), torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
     size = (1, 2, len(distinct.kept), 8)
@@ -93,12 +93,12 @@ def test_attention_matches_whole_segments(shared, window):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
-def test_step_matches_padded_rows(name, model_path, shared):
+def test_step_with_shared_prefixes_matches_padded_rows(name, model_path, shared):
     is_the_padded_one(model_path(name), shared)
 
 
 @pytest.mark.parametrize("hot", [1.0, 0.7])
-def test_step_over_a_tree_matches_padded_rows(hot, model_path, branching):
+def test_step_over_a_prefix_tree_matches_padded_rows(hot, model_path, branching):
     """Includes equal answers sampled at different temperatures, whose log-probs differ."""
     temperatures = np.where(branching.segment_ids == 2, np.float32(hot), np.float32(1.0))
     is_the_padded_one(model_path("qwen3"), replace(branching, temperatures=temperatures))
@@ -115,7 +115,7 @@ def is_the_padded_one(path, batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_values_match_each_rollout_alone(model_path, shared, micro_batch):
+def test_values_with_shared_prefixes_match_each_rollout_alone(model_path, shared, micro_batch):
     trainer = started(model_path("qwen2"), head=Head.VALUE)
     with torch.no_grad():
         for parameter in trainer._worker.unwrapped.value_head.parameters():

@@ -38,9 +38,7 @@ def starts(lengths):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
-    """A segment's queries are its last tokens if it has fewer queries than keys; torch's attention computes all
-    tokens.
-    """
+    """If a segment has fewer queries than keys, they belong to its last tokens; torch's attention computes all."""
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
@@ -67,7 +65,7 @@ def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scal
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_kernel_without_grouped_heads_gets_repeated_ones(kv_heads):
+def test_kernel_without_grouped_query_attention_gets_repeated_key_heads(kv_heads):
     draw = torch.Generator().manual_seed(0)
     drawn = [torch.randn(13, heads, 8, generator=draw, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
     results = []
@@ -88,7 +86,7 @@ def attended(plan, drawn, cotangent, window):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", ["ragged", "shared", "branching"])
-def test_varlen_matches_buckets_in_value_and_gradient(name, window, request, micro_batch):
+def test_varlen_attention_matches_bucket_attention_in_value_and_gradient(name, window, request, micro_batch):
     batch = micro_batch((3, 1, 8, 40, 5)) if name == "ragged" else request.getfixturevalue(name)
     distinct, draw = Distinct.of(batch), torch.Generator().manual_seed(0)
     count = len(distinct.kept)
@@ -100,7 +98,7 @@ def test_varlen_matches_buckets_in_value_and_gradient(name, window, request, mic
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_autocast_computes_in_bf16_like_buckets(shared):
+def test_varlen_attention_under_autocast_matches_buckets_in_bf16(shared):
     draw, count = torch.Generator().manual_seed(0), shared.num_tokens
     drawn = [torch.randn(1, heads, count, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
     cotangent = torch.randn(1, count, 4, 8, generator=draw).bfloat16()
@@ -113,7 +111,7 @@ def test_autocast_computes_in_bf16_like_buckets(shared):
     assert [each.dtype for each in got] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_plan_omits_segments_without_computed_tokens(branching):
+def test_varlen_plan_omits_segments_without_computed_tokens(branching):
     distinct = Distinct.of(branching)
     plan = varlen(branching.position_ids, CPU, distinct)
     assert plan.query_starts[-1] == len(distinct.kept) < branching.num_tokens
@@ -136,7 +134,7 @@ def loaded(path, **fields):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
-def test_step_with_checkpointing_matches_buckets(name, model_path, shared):
+def test_varlen_step_with_checkpointing_matches_buckets(name, model_path, shared):
     """Mistral's layers have windows of 5 tokens."""
     models = [loaded(model_path(name), gradient_checkpointing=each) for each in (False, True)]
     wanted, got = (
@@ -147,7 +145,7 @@ def test_step_with_checkpointing_matches_buckets(name, model_path, shared):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(1, float(theirs.abs().max())))
 
 
-def test_two_processes_that_share_tokens_match_one(model_path, shared):
+def test_two_processes_that_share_a_micro_batch_match_one(model_path, shared):
     """The processes are threads with gloo between them; a gradient is the sum of theirs."""
     model, store = loaded(model_path("qwen3")), dist.HashStore()
 
@@ -167,7 +165,7 @@ def test_two_processes_that_share_tokens_match_one(model_path, shared):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_torch_kernel_accepts_the_call_and_its_backward(window, branching):
+def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branching):
     """Torch's fake tensors compute nothing, so this tests only arguments, shapes and dtypes."""
     distinct = Distinct.of(branching)
     plan = VarlenPlan.of(branching.position_ids, CPU, distinct, kernel=torch_kernel())
@@ -182,7 +180,7 @@ def test_torch_kernel_accepts_the_call_and_its_backward(window, branching):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
-def test_torch_kernel_matches_buckets_on_a_gpu(shape):
+def test_torch_varlen_kernel_matches_buckets_on_a_gpu(shape):
     """In bf16, within 5e-2 of the largest value; the trial covers windows, shared prefixes and gradients."""
     heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
     assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from pipelinerl.numerics import batch_invariant
+from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
@@ -191,7 +191,7 @@ def to_fp32(
     """
     head = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    product = batch_invariant.product if kernels is Kernels.BATCH_INVARIANT else linear
+    product = torch_batch_invariant.product if kernels is Kernels.BATCH_INVARIANT else linear
     head.forward = Fp32Head(head, served, rounding, names, product)
 
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
 from pipelinerl.errors import ModelError
-from pipelinerl.numerics import batch_invariant
+from pipelinerl.numerics import torch_batch_invariant
 from trainer_contract.types import Kernels
 
 NAME: Final = "pipelinerl_rows"
@@ -76,7 +76,9 @@ def attend_decode(
         return out.view(rows, 1, q_heads, head_dim)
     if plan.reading is CacheReading.TILES:
         key, value = in_order(keys, plan.table), in_order(values, plan.table)
-        return batch_invariant.attend(query, key, value, plan.positions, window=window, scale=scale, softcap=softcap)
+        return torch_batch_invariant.attend(
+            query, key, value, plan.positions, window=window, scale=scale, softcap=softcap
+        )
     mask = plan.mask(window, query.dtype)
     # Queries that share a key head form the rows of one product.
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
@@ -114,7 +116,7 @@ def attend_prefill(
     length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
     if reading is CacheReading.TILES:
         own = torch.arange(before, before + length)[None]
-        return batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
+        return torch_batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
     windowed = window is not None and before + length > window
     if softcap is None and not windowed and before == 0:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1)

@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
 from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.engines.torch.quantized import QuantizedLinear
-from pipelinerl.numerics.batch_invariant import InvariantLinear
+from pipelinerl.numerics.torch_batch_invariant import InvariantLinear
 from pipelinerl.numerics.torch_logprobs import Fp32Head
 from trainer_contract.types import Kernels
 

@@ -18,7 +18,7 @@ from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import batch_invariant, torch_logprobs
+from pipelinerl.numerics import torch_batch_invariant, torch_logprobs
 from trainer_contract.types import Device, HeadPrecision, Kernels
 
 
@@ -63,14 +63,14 @@ def load_runner(
     if options.head_precision is HeadPrecision.FP32:
         torch_logprobs.to_fp32(model, served=dtype, kernels=options.kernels)
     if options.kernels is Kernels.BATCH_INVARIANT:
-        batch_invariant.use_in(model)
+        torch_batch_invariant.use_in(model)
     weights = served_weights(model, options.weights)
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
         cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
     runner = TorchRunner(model, options, weights=weights, forward=forward, cache_bytes=cache_bytes)
     runner.warm_up()
-    if options.kernels is Kernels.BATCH_INVARIANT and not batch_invariant.probed(runner.decoded_in_batch):
+    if options.kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(runner.decoded_in_batch):
         raise ModelError(
             f"the model in {options.model_path} computes a token differently in other batches on this machine; leave "
             "out model.kernels"

@@ -14,7 +14,7 @@ before each forward, says how the forward uses the cache:
     IN_PLACE   blocks are read in place, each with the queries of its rows, and only scores are put in the order of
                the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
     GATHERED   keys and values are first copied into the order of the rows: everything else
-    TILES      as GATHERED, with attention whose bits do not depend on the batch (`numerics.batch_invariant`)
+    TILES      as GATHERED, with attention whose bits do not depend on the batch (`numerics.torch_batch_invariant`)
 
 `AlikeRows` finds rows that hold the same tokens, so that a decode step computes their next token once. The answers of a
 group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.

@@ -17,7 +17,7 @@ from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.numerics import batch_invariant, torch_logprobs
+from pipelinerl.numerics import torch_batch_invariant, torch_logprobs
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -221,7 +221,7 @@ def _load(
     if spec.head_precision is HeadPrecision.FP32:
         torch_logprobs.to_fp32(model, served=served, rounding=spec.rounding, kernels=spec.kernels)
     if spec.kernels is Kernels.BATCH_INVARIANT:
-        batch_invariant.use_in(model)
+        torch_batch_invariant.use_in(model)
     return PackedModel(model, kernels=spec.kernels), reader
 
 

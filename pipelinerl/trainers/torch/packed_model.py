@@ -20,7 +20,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.numerics import batch_invariant
+from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, attend
@@ -103,7 +103,7 @@ class PackedModel(nn.Module):
         if (logits - direct).abs().max() > _PROBE_TOLERANCE[products] * logits.abs().max():
             name = type(self.model).__name__
             raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
-        if self._kernels is Kernels.BATCH_INVARIANT and not batch_invariant.probed(
+        if self._kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(
             lambda count: self._probed_in_batch(count, device, products)
         ):
             raise SpecError(

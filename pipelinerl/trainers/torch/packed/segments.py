@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.numerics import batch_invariant
+from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
 from trainer_contract.types import Kernels
@@ -107,7 +107,7 @@ class SegmentPlan:
         length = query.shape[2]
         if self.kernels is Kernels.BATCH_INVARIANT:
             positions = torch.arange(length)[None]
-            return batch_invariant.attend(query, key, value, positions, window=window, scale=scale)
+            return torch_batch_invariant.attend(query, key, value, positions, window=window, scale=scale)
         whole = window is None or length <= window
         out = torch.nn.functional.scaled_dot_product_attention(
             query,

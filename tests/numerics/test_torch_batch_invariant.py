@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from pipelinerl.numerics import batch_invariant
+from pipelinerl.numerics import torch_batch_invariant
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 16, 0.25
@@ -27,17 +27,17 @@ def conversation(length: int, dtype: torch.dtype = torch.float32, *, seed: int =
 @pytest.mark.parametrize(("inner", "outer"), [(64, 57), (128, 64), (576, 96)])
 def test_a_rows_product_has_the_same_bits_among_any_number_of_rows(dtype: torch.dtype, inner: int, outer: int) -> None:
     x, weight, bias = drawn(700, inner, dtype=dtype), drawn(outer, inner, dtype=dtype), drawn(outer, dtype=dtype)
-    whole = batch_invariant.product(x, weight, bias)
+    whole = torch_batch_invariant.product(x, weight, bias)
     torch.testing.assert_close(whole, linear(x, weight, bias), rtol=1e-2, atol=1e-2)
     for rows in (1, 2, 3, 8, 15, 16, 31, 32, 33, 100, 512):
-        assert torch.equal(batch_invariant.product(x[:rows], weight, bias), whole[:rows]), rows
+        assert torch.equal(torch_batch_invariant.product(x[:rows], weight, bias), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("window", [None, 20, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_attention_equals_softmax_of_masked_scores(window: int | None, softcap: float | None) -> None:
     query, key, value = conversation(150)
-    got = batch_invariant.attend(
+    got = torch_batch_invariant.attend(
         query, key, value, torch.arange(150)[None], window=window, scale=SCALE, softcap=softcap
     )
     key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
@@ -57,24 +57,24 @@ def test_a_tokens_attention_has_the_same_bits_in_decode_prefill_and_training(
     length = 200
     query, key, value = conversation(length, dtype)
     positions = torch.arange(length)[None]
-    whole = batch_invariant.attend(query, key, value, positions, window=window, scale=SCALE)[0]
+    whole = torch_batch_invariant.attend(query, key, value, positions, window=window, scale=SCALE)[0]
     others = conversation(length, dtype, seed=7)
     pair = [torch.cat(each) for each in zip((query, key, value), others, strict=True)]
-    assert torch.equal(batch_invariant.attend(*pair, positions, window=window, scale=SCALE)[0], whole)
+    assert torch.equal(torch_batch_invariant.attend(*pair, positions, window=window, scale=SCALE)[0], whole)
     for at in (0, 1, 63, 64, 130, 199):
         short = (each[:, :, : at + 1] for each in (key, value))  # a decode step: one query over the tokens so far
-        (alone,) = batch_invariant.attend(
+        (alone,) = torch_batch_invariant.attend(
             query[:, :, at : at + 1], *short, torch.tensor([[at]]), window=window, scale=SCALE
         )
         assert torch.equal(alone[0], whole[at]), at
-    late = batch_invariant.attend(query[:, :, 96:], key, value, positions[:, 96:], window=window, scale=SCALE)[0]
+    late = torch_batch_invariant.attend(query[:, :, 96:], key, value, positions[:, 96:], window=window, scale=SCALE)[0]
     assert torch.equal(late, whole[96:]), "a prefill that continues a cached beginning"
 
 
 def test_gradients_of_attention_are_those_of_torch() -> None:
     inputs = [each.clone().requires_grad_() for each in conversation(90)]
     slope = drawn(1, 90, HEADS, WIDTH, seed=9)
-    batch_invariant.attend(*inputs, torch.arange(90)[None], window=None, scale=SCALE).backward(slope)
+    torch_batch_invariant.attend(*inputs, torch.arange(90)[None], window=None, scale=SCALE).backward(slope)
     plain = [each.detach().clone().requires_grad_() for each in inputs]
     out = scaled_dot_product_attention(*plain, is_causal=True, scale=SCALE, enable_gqa=True)
     out.transpose(1, 2).backward(slope)
@@ -83,5 +83,5 @@ def test_gradients_of_attention_are_those_of_torch() -> None:
 
 
 def test_probe_notices_results_that_depend_on_the_batch() -> None:
-    assert batch_invariant.probed(lambda count: 1.0)
-    assert not batch_invariant.probed(lambda count: 1.0 if count < 17 else 1.0 + 2**-52)
+    assert torch_batch_invariant.probed(lambda count: 1.0)
+    assert not torch_batch_invariant.probed(lambda count: 1.0 if count < 17 else 1.0 + 2**-52)

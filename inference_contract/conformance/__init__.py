@@ -114,5 +114,5 @@ def _result(check: Check, session: Session) -> CheckResult:
         outcome, reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error}"
     if outcome is CheckOutcome.FAILED:
         session.recover()
-    promise = (check.__doc__ or "").strip().splitlines()[0]
+    promise = " ".join((check.__doc__ or "").partition("\n\n")[0].split())
     return CheckResult(check.__name__, promise, outcome, reason, time.monotonic() - began)

@@ -18,10 +18,13 @@ from __future__ import annotations
 import http.client
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
+
+import msgspec
 
 if TYPE_CHECKING:
     import aiohttp
@@ -29,14 +32,6 @@ if TYPE_CHECKING:
 
     from pipelinerl.system.post_connections import FanoutClient
 
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import msgspec
-
-if TYPE_CHECKING:
-    import aiohttp
 
 #: Time limit for connecting; a live peer accepts a connection within it, however long its response takes.
 CONNECT_S: Final = 5.0

@@ -79,6 +79,8 @@ class Storage:
     def _opened_new(self, name: str) -> Iterator[io.BufferedIOBase]:
         path = f"{self._root}/{name}"
         folder = path.rpartition("/")[0]
+        parents = [Path(folder), *Path(folder).parents]
+        new = [each for each in parents if not each.exists()] if self._is_local else []
         self._files.makedirs(folder, exist_ok=True)
         with self._files.open(path, "wb") as file:
             yield file
@@ -86,5 +88,5 @@ class Storage:
                 file.flush()
                 os.fsync(file.fileno())
         if self._is_local:
-            for directory in (folder, str(Path(folder).parent)):  # the file's directory and its parent
-                sync(Path(directory))
+            for directory in {*parents[:2], *(each.parent for each in new)}:  # each may have a new entry
+                sync(directory)

@@ -88,7 +88,7 @@ def run(
     for check in suite if checks is None else checks:
         place = directory / check.__name__
         place.mkdir(parents=True)
-        promise = (check.__doc__ or "").strip().splitlines()[0]
+        promise = " ".join((check.__doc__ or "").partition("\n\n")[0].split())
         status, reason = Status.PASSED, ""
         try:
             check(subject, place)

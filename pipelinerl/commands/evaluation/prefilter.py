@@ -189,6 +189,7 @@ def _question(target: Target, config: RunConfig, *, samples: int, model: str) ->
         "samples": samples,
         "seed": config.run.seed,
         "domains": digest_of_domains(config.domains),
+        "weights": target.fingerprint,
     }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.evaluation.prefilter import ANSWERS, Band, PrefilterReport, band_of, prefilter
-from pipelinerl.commands.evaluation.respondents import target_of
+from pipelinerl.commands.evaluation.prefilter import ANSWERS, Band, PrefilterReport, _question, band_of, prefilter
+from pipelinerl.commands.evaluation.respondents import Target, target_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.data.problems import open_source
 from pipelinerl.data.source import Split
@@ -86,6 +86,15 @@ def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, c
             asked(url, config, tmp_path / "out", problems=2, samples=4)
         more = asked(url, config, tmp_path / "out", problems=5)
     assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
+
+
+def test_answers_of_a_model_that_was_rewritten_belong_to_another_question(tmp_path: Path, config: RunConfig) -> None:
+    target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
+    weights.write_bytes(b"first")
+    before = _question(target, config, samples=8, model="")
+    assert _question(target, config, samples=8, model="") == before
+    weights.write_bytes(b"second")
+    assert _question(target, config, samples=8, model="") != before
 
 
 def test_prefilter_retries_unanswered_problems_at_the_next_call(tmp_path: Path, config: RunConfig) -> None:

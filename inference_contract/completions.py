@@ -125,7 +125,7 @@ class TextCompletion(Wire):
 
 
 def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
-    """Merge the answers to all prompts into one answer."""
+    """Merge the chat answers to a request's prompts, in order, into one answer of `/v1/completions`."""
     first, n = answers[0], len(answers[0].choices)
     return TextCompletion(
         id=first.id,
@@ -147,7 +147,7 @@ def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
 
 
 def part_of_text(chunk: ChatCompletionChunk) -> TextCompletion:
-    """Convert one chunk of a streamed chat answer to `/v1/completions`; a stream has only one prompt."""
+    """Convert one chunk of a streamed chat answer to a chunk of `/v1/completions`; a stream answers only one prompt."""
     return TextCompletion(
         id=chunk.id,
         created=chunk.created,

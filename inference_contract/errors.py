@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 
 
 class Persistence(StrEnum):
-    """The persistence of an error: transient or permanent."""
+    """Use of a retry: a request that failed with a TRANSIENT error may succeed later, with a PERMANENT one never."""
 
     TRANSIENT = "transient"
     """The same request may succeed later, or after a restart of the engine."""
@@ -51,7 +51,7 @@ class ContractError(Exception):
     """Base class of all contract errors.
 
     `message` states what was expected, what arrived, and the remedy. `param` names the offending field. `known` holds
-    numbers from the engine that the error is about, by name, so that a client can continue from them.
+    numbers of the engine by name, such as its current generation, from which a client can continue.
     """
 
     status: ClassVar[int] = 500

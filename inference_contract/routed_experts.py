@@ -56,7 +56,7 @@ class RoutedExperts(Wire):
         return b64decode(self.data, validate=True)
 
     def is_like(self, other: RoutedExperts) -> bool:
-        """Return True if both can belong to the same model: same dtype, layers and top_k."""
+        """Return True if `other` has the same dtype, layers and top_k, and so can belong to the same model."""
         return self.dtype == other.dtype and self.shape[1:] == other.shape[1:]
 
     @classmethod
@@ -66,7 +66,7 @@ class RoutedExperts(Wire):
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Concatenate one or more parts along the token axis; all must have the same dtype, layers and top_k."""
+        """Concatenate `parts`, at least one, along the token axis; all must have the same dtype, layers and top_k."""
         first = parts[0]
         tokens = sum(part.num_tokens for part in parts)
         return cls.of(first.dtype, (tokens, *first.shape[1:]), b"".join(part.content for part in parts))

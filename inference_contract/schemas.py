@@ -25,7 +25,7 @@ from inference_contract.wire import Wire
 #: Fields for OpenAI's bookkeeping, accepted at any value: they never change the answer.
 _TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 
-#: Idle fields of a chat request.
+#: Fields of a chat request that are dropped at `null` and at these values.
 _IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     # OpenAI's fields
     "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "prediction": (),
@@ -39,7 +39,7 @@ _IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,),
 }  # fmt: skip
 
-#: Idle fields of a message, in answers that clients send back within the conversation.
+#: Fields of a message that are dropped at `null` and at these values; clients copy them from earlier answers.
 _IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": (),
@@ -50,7 +50,7 @@ _IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "tool_calls": ([],),
 }
 
-#: Idle fields of `stream_options`.
+#: Fields of `stream_options` that are dropped at `null` and at these values.
 _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -58,7 +58,7 @@ _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Return `fields` without null `known` fields and without idle fields at an idle value.
+    """Return `fields` without those in `known` or `idle` that are null, and without those at a value listed in `idle`.
 
     A value that is not a mapping is returned unchanged, for the schema to reject.
     """
@@ -96,8 +96,8 @@ class ChatMessage(Wire):
     """One message of a conversation.
 
     A `content` that is a list of text parts, OpenAI's other form, is joined with newlines. An assistant's `content` may
-    be null if it has `tool_calls`, and becomes empty. A `tool` message holds the result of the call `tool_call_id`.
-    `reasoning_content` is an assistant's thinking, which the chat template may render.
+    be null if it has `tool_calls`, and then becomes the empty string. A `tool` message holds the result of the call
+    `tool_call_id`. `reasoning_content` is an assistant's thinking, which the chat template may render.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -192,7 +192,7 @@ class ChatCompletionRequest(Wire):
     Attributes:
         model: the id of /v1/models, or the last part of the model's directory; None accepts any model.
         messages: the conversation, rendered by the chat template.
-        prompt: text in place of `messages`, which no template renders.
+        prompt: text that is the prompt in place of `messages`, without the chat template.
         prompt_token_ids: token ids in place of the tokenised `messages`.
         tools: functions that the model may call; the chat template renders them unless `tool_choice` is "none".
         response_format: the required format of the answer, for engines with structured output.
@@ -201,7 +201,8 @@ class ChatCompletionRequest(Wire):
         temperature: divides the logits; 0 is greedy.
         top_p: keep the smallest set of likeliest tokens with at least this total probability.
         top_k: number of likeliest tokens to keep; 0, or more than the vocabulary, keeps all.
-        min_p: drop tokens less likely than this share of the likeliest token; applied with `top_k`, before `top_p`.
+        min_p: drop tokens less likely than this share of the likeliest token's probability; applied with `top_k`,
+            before `top_p`.
         frequency_penalty: lowers a token's logit per occurrence among the choice's sampled tokens.
         presence_penalty: lowers a token's logit once if the choice has sampled the token.
         logit_bias: added to logits by token id; like the penalties, applied before the temperature.
@@ -219,9 +220,9 @@ class ChatCompletionRequest(Wire):
             temperature). Needs a temperature above 0, and no stream. Engines may reject it.
         priority: the lowest value leaves the queue first. An engine with an unordered queue ignores priorities.
         user: accepted for OpenAI's clients, without effect.
-        prefixes: requests the rest of an answer: `n` samples, each by its index, with the tokens sampled so far, which
-            count towards `max_tokens`. The answer has the text of the whole answer, but only the new tokens, log-probs
-            and spans. A stop string may span old and new tokens. A prefix that has already ended is rejected.
+        prefixes: requests the rest of an answer. Lists `n` samples by index, each with its tokens so far, which count
+            towards `max_tokens`. The answer has the text of the whole answer, but only the new tokens, log-probs and
+            spans. A stop string may span old and new tokens. A prefix that has already ended is rejected.
         chat_template_kwargs: variables for the chat template, as in vLLM (Qwen3's `enable_thinking`); unused ones are
             ignored. Variables that the engine sets itself cannot be overridden.
         continue_token_ids: the exact tokens of a conversation up to the end of the assistant message
@@ -387,7 +388,7 @@ class TopLogprob(Wire):
 
 
 class TokenLogprob(Wire):
-    """OpenAI's record of one token. `top_logprobs` lists the likeliest first, fewer if fewer can be sampled."""
+    """OpenAI's record of one token. `top_logprobs` lists the likeliest tokens that can be sampled, likeliest first."""
 
     token: str
     logprob: float
@@ -417,11 +418,11 @@ class Choice(Wire):
         index: number of the sample.
         message: the answer.
         finish_reason: the reason that the sample ended.
-        logprobs: OpenAI's records, with `logprobs`.
-        token_ids: the sampled tokens, with `return_token_ids`.
-        token_logprobs: log-prob of each token under the distribution it was sampled from, with `return_token_ids`.
-        version_spans: the weights that sampled each token, with `return_token_ids`.
-        routed_experts: the experts of each token, with `return_routed_experts`.
+        logprobs: OpenAI's records, if the request sets `logprobs`.
+        token_ids: the sampled tokens, if the request sets `return_token_ids`, as for the next two.
+        token_logprobs: log-prob of each token under the distribution it was sampled from.
+        version_spans: the versions of the weights that sampled the tokens, as runs.
+        routed_experts: the experts of each token, if the request sets `return_routed_experts`.
     """
 
     index: int
@@ -443,12 +444,13 @@ class Usage(Wire):
 
 
 class ChatCompletion(Wire):
-    """The complete answer.
+    """The complete answer to a chat completion request.
 
     Attributes:
-        prompt_token_ids: the prompt, with `return_token_ids`.
-        prompt_routed_experts: the experts of all prompt tokens except the last, with `return_routed_experts`.
-        prompt_logprobs: log-prob of each prompt token, with `return_prompt_logprobs`; that of the first token is 0.
+        prompt_token_ids: the prompt, if the request sets `return_token_ids`.
+        prompt_routed_experts: the experts of all prompt tokens except the last, if the request sets
+            `return_routed_experts`.
+        prompt_logprobs: log-prob of each prompt token (0 for the first), if the request sets `return_prompt_logprobs`.
         model_version: newest version of the weights that sampled any of the answer.
         epoch: trainer epoch of the weights that started sampling the answer.
     """

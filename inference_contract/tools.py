@@ -76,7 +76,7 @@ class FunctionCallDelta(Wire):
 
 
 class ToolCallDelta(Wire):
-    """The part of call `index` that one chunk adds."""
+    """The part of tool call number `index` that one chunk adds."""
 
     index: int
     id: str | None = None

@@ -169,7 +169,7 @@ class WeightLayout(Wire):
         return ranges
 
     def pieces(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Return byte ranges [start, end), one per collective: buckets cut to `bucket_bytes`, alike on both sides."""
+        """Return the byte range [start, end) of each collective of a broadcast: the buckets, cut to `bucket_bytes`."""
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
@@ -192,7 +192,9 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe the first relevant difference of `other`, or return None; dtypes in `converted` are allowed too."""
+        """Describe how `other` first differs from this layout, or return None; its dtypes may also be any of
+        `converted`.
+        """
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}
@@ -360,7 +362,7 @@ class WeightUpdateResponse(Wire):
 
     Attributes:
         digest: digest of the served weights' bytes, if they came from an update.
-        pause_s: time that no sequence could decode.
+        pause_s: time during which no sequence could decode.
         receive_s: time to receive the bytes, during which decoding continues.
         num_bytes: size of the weights after a COMMIT, else 0.
     """

@@ -2,11 +2,12 @@
 
     results = run("http://127.0.0.1:8000", token="…")
 
-The kit talks HTTP. It plays the trainer in a real process group, and the server for pulled weights. It overwrites the
-engine's weights with its own, under a higher epoch, so run it only against an engine that nothing else uses.
+The kit talks HTTP. It plays the trainer in a real process group, and the server from which the engine pulls weights. It
+overwrites the engine's weights with its own, under a higher epoch, so run it only against an engine that nothing else
+uses.
 
-Each check is a function that raises `AssertionError` with a sentence. A promise that cannot be tested on this engine is
-reported as `unsupported` with the reason.
+Each check is a function; if the engine fails it, the function raises `AssertionError` with an explanation. A promise
+that cannot be tested on this engine is reported as `unsupported` with the reason.
 
 The kit needs httpx. The weight checks import torch and xxhash on demand.
 """
@@ -59,7 +60,7 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check; `promise` is the sentence it tests, `reason` explains a failure."""
+    """The result of one check; `promise` states what the engine must do, `reason` explains a failure."""
 
     name: str
     promise: str

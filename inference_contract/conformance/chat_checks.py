@@ -41,7 +41,7 @@ def ids_of(choice: Choice) -> list[int]:
 
 
 def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
-    """Fail unless log-probs and version spans match the tokens."""
+    """Fail unless the choice has one valid log-prob per token, and spans of `versions` that cover all tokens."""
     tokens = ids_of(choice)
     assert choice.token_logprobs is not None, "with return_token_ids each choice must have token_logprobs"
     assert len(choice.token_logprobs) == len(tokens), (
@@ -151,7 +151,7 @@ def max_tokens_is_respected(session: Session) -> None:
 
 
 def stoppable(session: Session) -> tuple[int, str, str]:
-    """Return a seed, the text it gives, and two characters from the middle of that text."""
+    """Return a seed, the text sampled with it, and a stop string: the second and third character of this text."""
     for seed in range(12):
         text = session.chat(seed=seed).choices[0].message.content
         stop = text[1:3]
@@ -162,7 +162,7 @@ def stoppable(session: Session) -> tuple[int, str, str]:
 
 
 def stop_string_ends_text(session: Session) -> None:
-    """A stop string ends the choice with `stop` and is not in its text."""
+    """A stop string ends the choice with finish_reason `stop`, and the choice's text ends before it."""
     seed, text, stop = stoppable(session)
     choice = session.chat(seed=seed, stop=stop).choices[0]
     kept = text.split(stop)[0]
@@ -173,7 +173,7 @@ def stop_string_ends_text(session: Session) -> None:
 
 
 def eos_is_ignored(session: Session) -> None:
-    """With `ignore_eos` a sample continues to `max_tokens`, and is unchanged up to its normal end."""
+    """With `ignore_eos` a sample continues to `max_tokens`; its tokens up to the normal end stay the same."""
     plain = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
     ignoring = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
     for one, two in zip(plain.choices, ignoring.choices, strict=True):
@@ -187,7 +187,7 @@ def eos_is_ignored(session: Session) -> None:
 
 
 def prompt_ids_are_returned_unchanged(session: Session) -> None:
-    """`prompt_token_ids` are returned unchanged and sample the same as the messages they came from."""
+    """`prompt_token_ids` are returned unchanged, and give the same samples as the messages that they encode."""
     answer = session.chat(n=2, seed=5)
     prompt = answer.prompt_token_ids
     assert prompt, "with return_token_ids the answer must have prompt_token_ids"
@@ -223,7 +223,7 @@ def messages_cannot_inject_control_tokens(session: Session) -> None:
             message = {"role": "user", "content": spelling * count}
             answer = session.completed(messages=[message], max_tokens=1)
             if answer.status_code == 400:
-                break  # the message is too long once it is split, or the engine rejects it
+                break  # as text the message is too long, or the engine rejects the spelling
             lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
         assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (
             f"{spelling!r} in a message must be tokenised as text, and not become the token that it spells"

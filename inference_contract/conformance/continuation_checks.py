@@ -1,4 +1,4 @@
-"""Checks of continued answers (`prefixes`) and of streams with a minimum interval between chunks."""
+"""Checks of continued answers (requests with `prefixes`) and of streams with a minimum interval between chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import Choice, Continuation, FinishReason
 
 _LENGTH: Final = 12
-#: Seeds to try until one gives answers that are long enough to split.
+#: The most seeds to try until one gives answers that are long enough to split.
 _SEEDS: Final = 24
 
 
@@ -22,7 +22,7 @@ def _offered(session: Session) -> Continuation:
 
 
 def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
-    """Return a seed and its three answers; the first and the last have at least four tokens."""
+    """Return a seed and the three answers sampled with it; the first and the last have at least four tokens."""
     for seed in range(_SEEDS):
         choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **fields).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
@@ -31,7 +31,7 @@ def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
 
 
 def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
-    """Return prefixes of one token of `first` and two tokens of `last`, and those lengths."""
+    """Return request prefixes with the first token of `first` and the first two of `last`, and the lengths (1, 2)."""
     ends = 1, 2
     prefixes = [
         {"index": each.index, "token_ids": ids_of(each)[:end]} for each, end in zip((first, last), ends, strict=True)
@@ -69,13 +69,13 @@ def _continues(session: Session, **fields: Any) -> None:
 
 
 def greedy_answer_continues(session: Session) -> None:
-    """The rest of a greedy answer equals that of the uninterrupted answer: tokens, text, finish reason."""
+    """A continued greedy answer has the remaining tokens, text and finish reason of the uninterrupted answer."""
     _offered(session)
     _continues(session, temperature=0.0)
 
 
 def sampled_answer_continues(session: Session) -> None:
-    """The rest of a sampled answer is that of the uninterrupted answer, or a valid sample if the noise is fresh."""
+    """A continued sampled answer equals the uninterrupted one or, if the engine draws new noise, is a valid sample."""
     if _offered(session) is Continuation.SAME_NOISE:
         _continues(session)
         return
@@ -104,8 +104,9 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
 
 
 def stop_string_may_span_the_prefix(session: Session) -> None:
-    """A stop string that starts in the prefix and ends after it ends the answer and is not in its text."""
-    # Fresh noise would give a different text. Greedy sampling gives one text per prompt, so vary the prompt instead.
+    """A stop string may begin in the prefix and be completed after it; the answer's text then stops before it."""
+    # If the engine draws new noise for the rest, only greedy answers repeat. A prompt has just one greedy answer, so
+    # each attempt uses another prompt.
     warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
     prompt = session.chat().prompt_token_ids or []
     for number in range(_SEEDS):
@@ -117,8 +118,9 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that a stop string ends, the same answer continued before its last token, and the prefix length.
-    A greedy answer may repeat one character, and then ends at its second token with an empty text.
+    """Return an answer that ends at a stop string, the same answer continued from all its tokens but the last, and the
+    number of these tokens; None if no stop string ends it. If a greedy answer repeats one character, the answer ends at
+    its second token, with an empty text.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
@@ -133,7 +135,7 @@ def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | No
 
 
 def ended_prefix_is_refused(session: Session) -> None:
-    """A prefix that max_tokens or a stop string has ended is rejected, as are prefixes whose indices do not rise."""
+    """Prefixes that max_tokens or a stop string has already ended are rejected; so are repeated or missing indices."""
     _offered(session)
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])
@@ -148,7 +150,7 @@ def ended_prefix_is_refused(session: Session) -> None:
 
 
 def unknown_prefix_is_refused(session: Session) -> None:
-    """A prefix with a negative token id or one beyond any vocabulary is rejected, never clamped or wrapped."""
+    """A prefix with a negative token id, or an id beyond any vocabulary, is rejected, never clamped or wrapped."""
     _offered(session)
     ids = ids_of(session.chat(seed=3, max_tokens=2).choices[0])[:1]
     for token in (2**31 - 1, -1):

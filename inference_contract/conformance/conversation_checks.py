@@ -1,4 +1,4 @@
-"""Checks of conversations of several turns: `continue_token_ids`, and the calls that an answer contains.
+"""Checks of conversations of several turns: prompts with `continue_token_ids`, and answers with tool calls.
 
 An engine may reject these fields, but must name them.
 """
@@ -16,7 +16,7 @@ from inference_contract.tools import ToolCall
 
 _NEXT: Final = [{"role": "user", "content": "2 + 3 = "}]
 _RESULT: Final = [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}]
-#: Seeds to try until an answer ends by itself.
+#: The most seeds to try until an answer ends by itself.
 _SEEDS: Final = 24
 #: Tolerance between two log-probs of one distribution, in nats.
 _APART: Final = 1e-3
@@ -37,7 +37,9 @@ def _continued(
 
 
 def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[int]:
-    """Return the rendering of `messages`. Raises `NotOffered` unless it begins with that of `MESSAGES`."""
+    """Return the prompt tokens of `messages`. Raises `NotOffered` unless they begin with the prompt tokens of
+    `MESSAGES`.
+    """
     opening, whole = prompt_of(session.chat(**fields)), prompt_of(session.chat(messages=messages, **fields))
     if whole[: len(opening)] != opening:
         raise NotOffered("the chat template renders earlier messages differently once others follow")
@@ -63,7 +65,9 @@ def conversation_continues_exactly(session: Session) -> None:
 
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
-    """A continued prompt equals the rendering of all messages if the known tokens are those of the template."""
+    """If the known tokens are those that the template renders, the continued prompt equals the rendering of all
+    messages.
+    """
     one, two = (_appends(session, [*MESSAGES, _said(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:
@@ -104,7 +108,7 @@ def _end_token(session: Session) -> int:
 
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
-    """Return a conversation's tokens as prompt, answer that is a call, and rest; None if tools are rejected."""
+    """Return the tokens of a conversation with a tool call as prompt, call and rest; None if tools are rejected."""
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *_RESULT]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None
@@ -118,7 +122,9 @@ def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | Non
 
 
 def calls_are_parsed_or_refused(session: Session) -> None:
-    """An answer that calls an offered tool has `tool_calls` and its finish_reason; or tools are rejected by name."""
+    """An answer that calls an offered tool has `tool_calls` and a matching finish_reason; or tools are rejected by
+    name.
+    """
     conversation = _with_call(session)
     if conversation is None:
         return
@@ -166,7 +172,7 @@ def _gathered(session: Session, **fields: Any) -> tuple[AssistantMessage, list[F
 
 
 def tool_results_continue_calls_or_are_refused(session: Session) -> None:
-    """A prompt continued after a call equals the rendering of all messages; or tools are rejected by name."""
+    """A prompt continued after a tool call equals the rendering of all messages; or tools are rejected by name."""
     conversation = _with_call(session)
     if conversation is None:
         return

@@ -25,14 +25,14 @@ TOOL: Final = {
     },
 }
 CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-#: Tolerance between two log-probs of one distribution, in nats.
+#: Tolerance in nats between log-probs that come from one forward pass.
 _APART: Final = 1e-3
-#: Tolerance between two computations of one log-prob, such as a decode step and a prefill in bfloat16, in nats.
+#: Tolerance in nats between log-probs of the same token from two forward passes, such as a decode step and a prefill.
 _SCORED_APART: Final = 0.1
 
 
 def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
-    """Return the completion, or None if the engine rejects a field that begins with one of `params`."""
+    """Return the completion, or None if the engine rejects a field whose name begins with one of `params`."""
     response = session.completed(**fields)
     if response.status_code == 200:
         return ChatCompletion.model_validate(succeeded(response))
@@ -42,7 +42,7 @@ def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | 
 
 
 def prompt_of(completion: ChatCompletion) -> list[int]:
-    """Return the prompt's tokens, which the answer must contain."""
+    """Return the prompt's tokens; fail if the answer does not contain them."""
     assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
     return completion.prompt_token_ids
 
@@ -225,7 +225,7 @@ CHECKS = (
 
 
 def routed_experts_are_returned_or_refused(session: Session) -> None:
-    """`return_routed_experts` gives each token the experts of the token before it; or the field is rejected by name."""
+    """`return_routed_experts` returns experts for the prompt and each new token; or the field is rejected by name."""
     fields: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**fields)
     if response.status_code != 200:
@@ -267,7 +267,7 @@ def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
 
 
 def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
-    """`return_prompt_logprobs` gives the log-probs with which the tokens would be sampled; or it is rejected."""
+    """`return_prompt_logprobs` returns the log-prob of sampling each prompt token; or the field is rejected by name."""
     sampled = session.chat(n=1, seed=5, max_tokens=8, temperature=0.7, ignore_eos=True)
     choice = sampled.choices[0]
     known, logprobs = [*prompt_of(sampled), *ids_of(choice)], choice.token_logprobs or []
@@ -289,5 +289,5 @@ def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
     assert quiet.prompt_logprobs is None, "prompt_logprobs must be left out unless return_prompt_logprobs requests them"
 
 
-#: Checks that run after those of streams, because they read streams.
+#: These checks run after the checks of streams, because they read streams themselves.
 ROUTING_CHECKS = (routed_experts_are_returned_or_refused, prompt_logprobs_are_returned_or_refused)

@@ -1,4 +1,4 @@
-"""Checks of the transport `pull`, which must keep the promises of broadcasts; the kit plays the weight server."""
+"""Checks of the transport `pull`, which must keep the same promises as a broadcast; the kit plays the weight server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightServer:
     Attributes:
         requests: paths of authenticated requests.
         breaks_at: byte offset at which connections are closed; None disables this.
-        open: event that answers wait for.
+        open: event that must be set before the server answers.
     """
 
     def __init__(self, host: str, token: str | None) -> None:
@@ -220,7 +220,7 @@ def aborted_pull_leaves_old_weights(session: Session) -> None:
 
 
 def pull_in_flight(session: Session) -> None:
-    """Sampling continues across a pull, and an answer's spans name the version that sampled each token."""
+    """Sampling continues during a pull, and an answer's spans name the version that sampled each token."""
     deadline = time.monotonic() + session.timeout_s
     length = min(256, session.card().context_length // 2)
     with WeightServer(session.host, session.token) as server:
@@ -250,7 +250,7 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
 
 
 def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE with `sources` or `shards`, which must be accepted. Raises `NotOffered` without pull support."""
+    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if the engine lacks pull."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
@@ -270,7 +270,7 @@ def _pulled(
     version: int | None = None,
     before: tuple[WeightServer, ...] = (),
 ) -> int:
-    """Run a whole update whose sources are those in `before`, then `server`; return the update's version."""
+    """Run a whole update whose sources are the servers in `before`, then `server`; return the update's version."""
     trainer = kit_trainer(session)
     version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
     answer = trainer.accepted(_commit(session, version, digest=announced), "committed")

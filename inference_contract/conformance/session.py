@@ -38,7 +38,9 @@ class Peer(Protocol):
 
 @final
 class Session:
-    """One run of the kit against one engine; the first weight check creates `peer`."""
+    """One run of the kit against one engine. The first weight check creates `peer`, the trainer's end of the weight
+    group.
+    """
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -68,7 +70,7 @@ class Session:
         return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
 
     def request(self, method: str, path: str) -> httpx.Response:
-        """Send a request with another method; accept any status."""
+        """Send a request with the given method; accept any status."""
         return self._client.request(method, path)
 
     def without_token(self, path: str) -> httpx.Response:
@@ -86,7 +88,7 @@ class Session:
         return models.data[0]
 
     def chat(self, path: str = routes.CHAT_COMPLETIONS, **fields: Any) -> ChatCompletion:
-        """Return a completion that must succeed; by default short, with token ids, for `MESSAGES`."""
+        """Return a completion, by default a short one of `MESSAGES` with token ids; fail if the request fails."""
         return ChatCompletion.model_validate(succeeded(self.post(path, body(**fields))))
 
     def completed(self, **fields: Any) -> httpx.Response:
@@ -116,7 +118,7 @@ class Session:
         return value
 
     def running_sequences(self) -> float:
-        """Return running_sequences of GET /metrics. Raises `NotOffered` if there is no such sample."""
+        """Return running_sequences of GET /metrics. Raises `NotOffered` if the engine lacks this metric."""
         value = self._metric("running_sequences")
         if value is None:
             raise NotOffered("/metrics has no sample whose name ends in 'running_sequences'")
@@ -134,7 +136,7 @@ class Session:
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    """Return a chat request: short, with token ids in the answer."""
+    """Return the body of a chat request: for a short answer, with token ids."""
     prompt = {} if "prompt_token_ids" in fields else {"messages": MESSAGES}
     return prompt | {"max_tokens": 8, "seed": 1, "return_token_ids": True} | fields
 
@@ -220,7 +222,7 @@ class Load:
                 request.result()
 
     def sampled(self) -> float:
-        """Return the tokens sampled since this load began, including those of unfinished answers."""
+        """Return the number of tokens sampled since this load began, including those of unfinished answers."""
         return self._session.generated_tokens() - self._sampled_before
 
     def _run(self) -> None:

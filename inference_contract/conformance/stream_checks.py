@@ -10,13 +10,13 @@ from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
-#: The most streams that the check abandons, and the most samples per stream.
+#: The most streams that `disconnect_frees_a_stream` abandons, and the most samples per stream.
 _LEAVINGS: Final = 8
 _MOST_SAMPLES: Final = 64
 
 
 def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
-    """Assemble the whole choices of a stream, by index."""
+    """Assemble the complete choices from a stream's chunks, ordered by index."""
     text: dict[int, str] = {}
     ids: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
@@ -51,7 +51,7 @@ def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
 
 
 def stream_equals_whole(session: Session) -> None:
-    """A streamed completion equals the complete one with the same seed."""
+    """A streamed completion equals the unstreamed completion with the same seed."""
     whole = session.chat(n=3, seed=9).choices
     streamed = gathered(session.stream(n=3, seed=9))
     assert len(streamed) == 3, f"n=3 must stream three choices, got {len(streamed)}"
@@ -97,7 +97,7 @@ def disconnect_frees_a_stream(session: Session) -> None:
         at_leaving = session.generated_tokens() - before
         _await_idle(session)
         if at_leaving > whole / 2:
-            # Too few tokens are left to distinguish a late stop from no stop, so request more samples.
+            # The stream was almost over, so it cannot show that the engine stopped early. Request more samples.
             n = min(2 * n, _MOST_SAMPLES)
             continue
         after_leaving = session.generated_tokens() - before - at_leaving
@@ -119,7 +119,7 @@ def _await_idle(session: Session) -> None:
 
 
 def _only_its_own_tokens(session: Session) -> None:
-    """Fail unless an engine that reports no running sequence samples exactly the tokens of one new request."""
+    """Send a request to an idle engine; fail unless the engine samples exactly the tokens of this request."""
     before = session.generated_tokens()
     own = session.chat().usage.completion_tokens
     grown = session.generated_tokens() - before

@@ -1,6 +1,7 @@
 """`KitTrainer`, rank 0 of the weight group: a second implementation, independent of `pipelinerl.trainers`.
 
-Its weights are a pure function of (layout, tag), so sending a tag again must give the same answers.
+Its weights are a pure function of (layout, tag), so the engine must give the same answers whenever it serves the
+weights of the same tag.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ dist: Any = torch.distributed
 
 _GROUP = "conformance"
 _BUCKET_BYTES = 2**16
-#: Time after which an engine that was asked to join is waiting for the other ranks.
+#: Seconds after a join request; by then the engine waits for the other ranks.
 _JOINS_S = 0.3
 
 
@@ -123,7 +124,7 @@ class KitTrainer:
         return answer[0]
 
     def form_and_abandon(self) -> httpx.Response:
-        """Request a group of three without the third rank, then close its store; return the engine's answer."""
+        """Have the engine join a group that never completes, then close the store; return the engine's answer."""
         store, port = _listening_store(self._host)
         request = self.join_request(self.generation + 500, rendezvous_port=port, world_size=3)
         with ThreadPoolExecutor(1) as thread:
@@ -197,7 +198,7 @@ class KitTrainer:
 
     @staticmethod
     def accepted(response: httpx.Response, status: str) -> dict[str, Any]:
-        """Return the answer, which must be 200 with this status."""
+        """Return the JSON of the response; fail unless it is a 200 with the given `status`."""
         assert response.status_code == 200, (
             f"/request_weight_update must answer 200 {status}, got {response.status_code}: {response.text[:300]}"
         )

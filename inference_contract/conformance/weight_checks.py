@@ -19,7 +19,7 @@ from inference_contract.weights import DType, WeightLayout
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
-#: The longest sample that a drain waits for, and the number of drains required: one could meet a gap in the load.
+#: Most tokens of a sample during a drain, and the number of drains that must find samples running.
 _DRAINED_TOKENS: Final = 32
 _DRAINS: Final = 2
 _NONE_OPEN: Final = "no sample under load was in flight while new weights were committed; try a longer timeout"
@@ -252,7 +252,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 
 def update_in_flight(session: Session) -> None:
-    """Sampling continues across an update, and a stream's spans name the version that sampled each token."""
+    """Sampling continues during an update, and a stream's spans name the version that sampled each token."""
     for update in _updates_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
@@ -260,7 +260,7 @@ def update_in_flight(session: Session) -> None:
 
 
 def update_during_whole_answer(session: Session) -> None:
-    """A complete answer that was sampled across an update has spans of both versions."""
+    """An unstreamed answer that was being sampled during an update has spans of both versions."""
     for update in _updates_under_load(session, session.completed):
         if update.spans_are_right(update.whole_choices()):
             return
@@ -300,8 +300,9 @@ def drain_finishes_running_samples(session: Session) -> None:
 class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
-    `before_commit` counts these answers' tokens that `old` sampled before COMMIT, a lower bound since counts may lag;
-    `after_commit` counts tokens that `new` sampled after COMMIT was answered.
+    `before_commit` is the number of these answers' tokens that version `old` sampled before COMMIT: a lower bound,
+    since the engine's counter may lag. `after_commit` is the number that version `new` sampled after the answer to
+    COMMIT.
     """
 
     old: int
@@ -311,7 +312,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Return True if a sample ran across the commit; fail if a span is wrong."""
+        """Fail if a version span is wrong; return True if one of the samples has tokens of both versions."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (
@@ -330,18 +331,18 @@ class LoadedUpdate:
         return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
 
     def streamed_choices(self) -> list[Choice]:
-        """Return the choices of all answers, which were streamed."""
+        """Return the choices of all answers; only for streamed answers."""
         return [c for answer in self.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
 
     def whole_choices(self) -> list[Choice]:
-        """Return the choices of all answers."""
+        """Return the choices of all answers; only for answers that were not streamed."""
         return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 
 def _updates_under_load(
     session: Session, ask: Callable[..., httpx.Response], *, length: int = 256, on_update: str = "continue"
 ) -> Iterator[LoadedUpdate]:
-    """Yield updates, each with samples of up to `length` tokens in flight, until the session's timeout."""
+    """Yield updates made while samples of up to `length` tokens are in flight, until the session's timeout."""
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(length, session.card().context_length // 2)
     while time.monotonic() < deadline:

@@ -278,7 +278,7 @@ class _Progress:
         self.begun = begun
 
     def handed_over(self, answered: Answered) -> None:
-        """Report the tokens of an answer that began on another engine, if any."""
+        """If the answer began on another engine, report how many of its tokens were kept and how many resampled."""
         if answered.tokens_kept or answered.tokens_resampled:
             self._actor._outbox.reports.append(
                 GroupHandedOver(
@@ -290,7 +290,7 @@ class _Progress:
             )
 
     def resampled(self, samples: int) -> None:
-        """Count samples that a weight update aborted."""
+        """Count `samples` samples that a weight update aborted."""
         self._actor._resampled += samples
 
     def sampled(self, engine: str) -> None:

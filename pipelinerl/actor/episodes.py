@@ -31,12 +31,13 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.gateway import Gateway, SampleTurn  # the gateway needs the server libraries
+    # only for types: its import needs the server libraries
+    from pipelinerl.environments.gateway import Gateway, SampleTurn
     from pipelinerl.environments.tool_loop import Toolbox
 
 log = logging.getLogger("pipelinerl")
 
-#: Reasons for a new segment that are a mistake if the agent means to have one conversation.
+#: Reasons why an episode was split into segments that point to a mistake if the agent meant to hold one conversation.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
 #: The actor warns if tools were offered in this many episodes and no call could be parsed in any of them.
 _WITHOUT_CALLS: Final = 20
@@ -45,7 +46,9 @@ _LIVES: Final = 2
 
 
 class Player(Protocol):
-    """Runs a user's program against the gateway: `EpisodeHosts`, or commands."""
+    """Runner of one domain's episodes against the gateway, such as `EpisodeHosts`, a command line, or an OpenEnv
+    server.
+    """
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode. Raises TimeoutError or `HostLost`."""
@@ -89,8 +92,8 @@ class EpisodeDomain:
 class PlayedEpisode:
     """A finished episode and its judgement.
 
-    `is_counted` is False if another episode already counts the loss of their host. Otherwise one lost host would look
-    like an environment that always fails.
+    If several episodes lose the host that they share, `is_counted` is True for only one of them. Otherwise one lost
+    host would look like an environment that always fails.
     """
 
     episode: Episode
@@ -132,7 +135,7 @@ class Episodes:
         return [_made(order, each) for each in told]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
-        """Play one episode, once more if its host is lost; raise if no engine could answer one of its turns."""
+        """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""
         domain, began = self.domains[order.problem.domain], time.monotonic()
         episode, lost = Episode(order, sample, domain.limits), HostLost("")
         for _ in range(_LIVES):
@@ -251,7 +254,7 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order. The first failure cancels the other episodes and is raised alone, not as a group."""
+    """Return the results in order. The first failure cancels the other episodes and is raised itself, not grouped."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

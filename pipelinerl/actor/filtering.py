@@ -29,7 +29,7 @@ class Filtering:
 
     @property
     def figures(self) -> VerifierFigures:
-        """The filter's counts so far. Refused groups count as judged, as kept groups do."""
+        """The filter's counts so far. Refused groups count as judged, just like kept groups."""
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:

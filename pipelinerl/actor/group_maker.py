@@ -18,8 +18,9 @@ class Sampler(Protocol):
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the answer of the named `engine`, or of any engine, after retries; raise if all engines failed. `near`
-        is preferred while it is not much busier than others. `begun` is called for each start from the first token.
+        """Return the answer of `engine`, or of any engine if None, after retries; raise if all engines failed. The
+        engine `near` is preferred unless it is much busier than others. `begun` is called whenever an engine starts the
+        answer from its first token.
         """
         ...
 
@@ -56,12 +57,12 @@ class GroupProgress(Protocol):
         ...
 
     def played(self, calls: ToolCalls, environment_s: float) -> None:
-        """An episode has ended, with these tool calls and seconds outside the model."""
+        """An episode has ended, after these tool calls and `environment_s` seconds spent outside the model."""
         ...
 
 
 class GroupMaker(Protocol):
-    """Maker of groups: of single turns, or of episodes."""
+    """Maker of a prompt order's rollouts, which are single turns or episodes."""
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if none can be made."""

@@ -43,7 +43,7 @@ _MOST_ANSWERS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice, its completion, and its verdict."""
+    """One sampled answer: the choice, the completion that contains it, and the verifier's verdict."""
 
     completion: ChatCompletion
     choice: Choice
@@ -56,7 +56,7 @@ def rollouts_of(
     """Return the single-turn rollouts of an order's verified answers.
 
     Raises `RecordError` if the engine left out token ids, log-probs, version spans or (with `replay`) routed experts,
-    or if the parts do not fit together.
+    or if their lengths do not match.
     """
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return [
@@ -106,7 +106,9 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Raise `FencedError` unless this writer appended the existing entries, in an attempt whose reply was lost."""
+        """Raise `FencedError` unless the entries at these ids are this writer's own, from an append whose reply was
+        lost.
+        """
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
@@ -116,7 +118,9 @@ class RolloutWriter:
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the experts of prompt tokens by `id()` of the completion; raise `RecordError` if any are missing."""
+    """Return each completion's experts of the prompt, by `id()` of the completion; raise `RecordError` if any are
+    missing.
+    """
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts

@@ -87,7 +87,7 @@ def chat_request(
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
-    """Return the request for an order's remaining samples, after earlier attempts have sampled `here` of them."""
+    """Return the request for the samples of an order that are still missing; `here` is the number already sampled."""
     sampling = order.sampling
     return ChatCompletionRequest(
         model=model,

@@ -72,7 +72,7 @@ class EngineBudget:
 
     @property
     def least(self) -> int:
-        """Bytes besides the serving weights that suffice for one sequence."""
+        """The least bytes besides the serving weights with which the engine can run: a cache for one sequence."""
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:

@@ -12,8 +12,8 @@
             8     xxh3_64 of everything before it
 
 Decoding returns exactly what was encoded; a damaged, truncated or unknown record raises `RecordError`. Nothing in a
-record is executed. Decoded arrays are read-only views into the record. A group stores each distinct context once, so a
-prompt shared by G rollouts costs 1/G. A sampled token costs 8 bytes, plus its routed experts if known.
+record is executed. Decoded arrays are read-only views into the record. A group stores each distinct context once, so G
+rollouts that share a prompt store it just once. A sampled token costs 8 bytes, plus its routed experts if known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pipelinerl.types import (
 )
 
 FORMAT: Final = 4
-#: Formats that are read. Format 3 lacks `issued_at`; format 2 also lacks segments, so each of its rollouts is one.
+#: Formats that can be read. Format 3 lacks `issued_at`. Format 2 also lacks segments: each rollout is a single one.
 _READ: Final = frozenset({2, 3, FORMAT})
 #: Upper bound on order indices, versions and epochs, far above those of any run.
 _MOST: Final = 2**53
@@ -71,7 +71,7 @@ _NO_COLUMNS: Final[Mapping[str, NDArray[Any]]] = {}
 
 
 class Kind(IntEnum):
-    """The content of a record."""
+    """Kinds of records, by content."""
 
     GROUP = 1
     ORDER = 2
@@ -106,7 +106,7 @@ class _Ending(NamedTuple):
 
 
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
-    """A group without its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
+    """A group without its columns. Fields `turn_*` have one entry per turn of any rollout, `rollout_*` one per rollout.
 
     Distinct contexts, spans, findings (verdicts), endings and notes are listed once each and referred to by index. The
     columns are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns. `turn_notes`
@@ -254,7 +254,9 @@ def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> lis
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """Return a group's additional columns by name: [N, …] over sampled tokens, `CONTEXTS` over contexts' tokens."""
+    """Return a group's additional columns by name: [N, …] for N sampled tokens, or for the contexts' tokens
+    (`CONTEXTS`).
+    """
     header, columns = _open_group(record)
     try:
         return _further_columns(header, columns)

@@ -76,13 +76,13 @@ _MAX_APPEND_BYTES: Final = 1 << 20
 _MAX_NUMBER: Final = 1 << 53
 _RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
 
-#: A function that builds a command, given the milliseconds that it may still block.
+#: A function that builds a command, given the milliseconds for which the command may still block.
 _Command = Callable[[int], tuple[Any, ...]]
 
 
 @final
 class RedisStream:
-    """Logs on a server. Created by `connect`; bound to the event loop that created it."""
+    """Logs on a server. `connect` creates it, for use on the event loop that runs `connect`."""
 
     def __init__(
         self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int

@@ -1,7 +1,7 @@
 """Routed experts as columns of a group's record: for sampled tokens, and once for each distinct context.
 
-If G rollouts share a prompt, only the first one's routing of it is kept. A token costs layers · top_k bytes (twice that
-with more than 256 experts), in addition to 8 for its id and log-prob.
+If G rollouts share a prompt, only the first rollout's routing of the prompt is kept. A token costs layers · top_k bytes
+(twice that with more than 256 experts), in addition to 8 for its id and log-prob.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.types import Turn
 from trainer_contract.types import Experts
 
-#: Columns [N, layers, top_k] of the N sampled tokens, and [C, layers, top_k] of the C tokens of distinct contexts.
+#: Names of the columns: [N, layers, top_k] of the N sampled tokens, [C, layers, top_k] of the C tokens of contexts.
 SAMPLED: Final = "routed_experts"
 CONTEXTS: Final = "context_routed_experts"
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype("<u2"))

@@ -46,7 +46,7 @@ class Fence:
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error for the superseded writer."""
+        """Return the error to raise in the superseded writer."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
@@ -137,7 +137,7 @@ class DeadLetters:
         self._streams = streams
 
     async def bury(self, entry: Entry, error: RecordError) -> None:
-        """Store `entry`, which failed to decode with `error`. Its own stream keeps it until it is trimmed."""
+        """Store `entry`, which failed to decode with `error`. The entry also stays in its own stream until trimmed."""
         fields = {
             "stream": entry.stream,
             "entry_id": entry.entry_id,

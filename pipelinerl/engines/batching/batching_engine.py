@@ -157,7 +157,7 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one, to hold one long text at a time
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # tokenises one prompt at a time
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
@@ -213,7 +213,7 @@ class BatchingEngine:
     async def _at_intervals(
         self, request: ChatCompletionRequest, interval_s: float
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield chunks at intervals, from the lists that the loop's thread fills anyway."""
+        """Yield a chunk every `interval_s` seconds, from the samples' token lists, which the loop's thread fills."""
         work = await self._work(request, streams=False)
         new_tokens = NewTokens(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
@@ -238,7 +238,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # always ends: the loop delivers a step, the end or an error
+            delivery = await deliveries.get()  # ends: the loop delivers tokens, the end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -339,7 +339,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # a copy of `pipelinerl.system.background.tell`, to save a call per token
+        try:  # `pipelinerl.system.background.tell` inlined, to save a call per step
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():
@@ -447,8 +447,9 @@ class BatchingEngine:
 
 # --- checks of a request against the model ----------------------------------------------------------------------------
 #
-# An admitted request has room for at least one token. A prefix from another engine must be unfinished: no token that
-# ends a sample, no stop string, and fewer tokens than the limit. The noise of sample i depends only on (seed, i).
+# These checks run before a request is queued. An admitted request has room for at least one token. A prefix from
+# another engine must be unfinished: no token that ends a sample, no stop string, and fewer tokens than the limit. The
+# noise of sample i depends only on (seed, i).
 
 #: Upper bound on a prompt's average token length, in characters; longer tokens are rare, and all spaces or dashes.
 _LONGEST_TOKEN: Final = 128
@@ -465,7 +466,7 @@ def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
 
 
 def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
-    """Return the request's change to logits, or None. Raises `InvalidRequest` for a biased token that is unknown."""
+    """Return the request's change to logits, or None. Raises `InvalidRequest` for a bias on an unknown token."""
     bias = chat.logit_bias or {}
     if not bias and chat.frequency_penalty == 0 and chat.presence_penalty == 0:
         return None
@@ -500,7 +501,7 @@ def _characters(message: ChatMessage) -> int:
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Return the number of tokens that may follow `prompt`; raise if there is no room, or if it is empty."""
+    """Return the number of tokens that may follow `prompt`; raise if there is no room, or if the prompt is empty."""
     room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
@@ -515,7 +516,7 @@ def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raise `InvalidRequest` unless all of `token_ids`, at least one, are in the model's vocabulary."""
+    """Raise `InvalidRequest` if one of `token_ids`, which must not be empty, is outside the model's vocabulary."""
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest

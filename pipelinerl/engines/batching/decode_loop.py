@@ -168,7 +168,7 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # runs after an exception too, which threading's excepthook reports
+        finally:  # runs after an exception too; threading's excepthook then reports it
             self._end()
 
     def _loaded(self) -> bool:
@@ -205,7 +205,9 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted and return its rows to retire. The caller holds the lock."""
+        """Count a request's unfinished samples as aborted; return its rows, for the caller, who holds the lock, to
+        retire.
+        """
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished
@@ -216,7 +218,7 @@ class DecodeLoop:
     def _admit(self) -> None:
         routes = self._runner.route_log
         with self._changed:
-            # While a commit waits for the rows to drain, only sequences that have begun may run.
+            # While a commit waits for the rows to drain, only sequences that have already begun get a row.
             admissions = self._scheduler.admit(self._runner.room, new=self._commit is None)
             if routes is not None:
                 routes.is_on = self._routing_requests > 0
@@ -248,7 +250,7 @@ class DecodeLoop:
                 continue
             was_on = routes is not None and routes.is_on
             if routes is not None:
-                routes.is_on = False  # this forward pass belongs to no row, so its routing is not recorded
+                routes.is_on = False  # scoring is a separate forward pass, whose routing is not recorded
             request.prompt_logprobs = scorer(request.prompt_token_ids, request.temperature)
             if routes is not None:
                 routes.is_on = was_on
@@ -261,7 +263,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # before `extend`, so that every token in a sequence has its experts
+        if routes is not None and routes.is_on:  # append experts before tokens, so that no token lacks them
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
@@ -378,7 +380,7 @@ class DecodeLoop:
 
 
 def _prefill(admission: Admission) -> Prefill:
-    """Return the prefill of all tokens but the newest, which the next decode step feeds."""
+    """Return the prefill of an admission's tokens except the newest, which the next decode step feeds."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 

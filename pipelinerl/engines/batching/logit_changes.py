@@ -1,6 +1,6 @@
 """Per-request changes to logits before sampling: a bias per token, and penalties for tokens already sampled.
 
-Both follow OpenAI's API. If a choice has already sampled token t n > 0 times, the logit of t is lowered by `n *
+Both follow OpenAI's API. If a choice has already sampled a token n > 0 times, the token's logit is lowered by `n *
 frequency_penalty + presence_penalty`. Changes are rare and sparse, so they are kept as (row, token, value).
 """
 

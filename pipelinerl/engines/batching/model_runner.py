@@ -1,4 +1,4 @@
-"""Rows: `ModelRunner` computes them, `Scheduler` assigns sequences to them.
+"""Rows of a decode step: `ModelRunner` computes them, `Scheduler` assigns sequences to them.
 
 `ModelRunner` is the only interface between batching and arrays; torch, numpy and JAX each implement it once. A row is
 one sequence: its KV cache, the token to feed next, and its sampling parameters. Rows in use are always 0..B-1 without
@@ -124,7 +124,7 @@ class ModelRunner(ServedModel, Protocol):
 
 
 def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> TopTokens:
-    """Return the first `count` tokens with a non-zero probability; `token_ids` [N] are one row's, likeliest first."""
+    """Return the first `count` tokens of a row with non-zero probability; `token_ids` [N] are likeliest first."""
     pairs = zip(token_ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
     return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]
 
@@ -194,7 +194,7 @@ class RowTable:
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
     def keep_whole(self, rows: slice) -> bool:
-        """Return True if all of `rows` sample from the unchanged distribution and report no likeliest tokens."""
+        """Return True if none of `rows` truncates its distribution, changes logits or reports likeliest tokens."""
         truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
         return not (truncates or self.any_change or self.most_top)
 
@@ -237,7 +237,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Rows `sources` become rows `targets`, pairwise; the two sets are disjoint."""
+    """Rows to move: the i-th of `sources` becomes the i-th of `targets`; no row is in both."""
 
     sources: list[int]
     targets: list[int]
@@ -394,7 +394,7 @@ class _Blocks:
         self._free = 0 if room is None else room.free
 
     def take(self, tokens: int, count: int) -> int:
-        """Return how many of `count` sequences, which share `tokens` tokens, fit, and reserve their blocks."""
+        """Reserve blocks for as many as fit of `count` sequences that share `tokens` tokens; return their number."""
         if self._room is None:
             return count
         shared = (tokens - 1) // self._room.size

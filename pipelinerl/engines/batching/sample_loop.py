@@ -74,7 +74,7 @@ class CacheRoom:
 
 
 class ServedModel(Protocol):
-    """A loaded model, as its server sees it; every `ModelRunner` is one."""
+    """Interface between a loaded model and the engine that serves it; every `ModelRunner` satisfies it."""
 
     @property
     def slots(self) -> int:
@@ -130,7 +130,7 @@ class SampleLoop(Protocol):
 
     @property
     def totals(self) -> LoopTotals:
-        """Counts since the start."""
+        """Counts since the loop started."""
         ...
 
     @property

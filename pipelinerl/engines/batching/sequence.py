@@ -71,11 +71,11 @@ class TextWindow:
         self._stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Append a token's text; return whether it completed a stop string."""
+        """Append a token's text; return whether the text now contains a stop string, before which it is cut."""
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
-        """End the text; the bytes of an incomplete character are shown as they are."""
+        """End the text, including what the detokenizer still holds back of an incomplete character."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
             self._stopped = True
@@ -134,7 +134,7 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """Record that `version` samples from the next token on."""
+        """Record that weights of `version` sample all tokens from the next one on."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
@@ -225,7 +225,7 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """True if all samples follow the same tokens."""
+        """True if no sample has a prefix, so that all samples continue the same tokens, the prompt."""
         return not any(sequence.prefix for sequence in self.sequences)
 
     @property
@@ -526,7 +526,7 @@ def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Itera
 
 
 def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """Return the last token of a streamed sample, with the text that became final."""
+    """Return the newest token of a streamed sample, with the text that became final with this token."""
     position = len(sequence.token_ids) - 1
     token = SampledToken(
         index=sequence.index,
@@ -548,7 +548,7 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """Return the delivery that fails a request because the weights `serving` give a sample's next token NaN."""
+    """Return the delivery that fails a request, whose next logits are NaN or infinite with the weights `serving`."""
     request, (epoch, version) = sequence.request, serving
     error = NotFinite(
         f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "

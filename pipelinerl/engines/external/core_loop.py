@@ -5,8 +5,8 @@
           └──────── Delivery ─────────┘  └───── tokens, log-probs, their version ─┘
 
 An `EngineCore` is vLLM's core, or a separate server. An update happens between two steps: pause, load and name the new
-version, resume. The core reports, possibly late, which weights sampled each token, so no token is attributed to other
-weights.
+version, resume. The core reports, possibly late, which weights sampled each token, so no token is attributed to the
+wrong weights.
 
 This thread processes every output that has arrived before it continues with a commit. With vLLM's core, all tokens of
 the old version have therefore been counted when the commit is answered. With a server over HTTP this is almost always
@@ -161,7 +161,7 @@ class EngineCore(Protocol):
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` if the request uses a sampling field that is not in `offered`; it names `engine`."""
+    """Raise `InvalidRequest` if the request uses a sampling field outside `offered`; the error names `engine`."""
     change = request.change
     used = {
         "min_p": request.min_p > 0,
@@ -243,7 +243,7 @@ class CoreLoop:
         """End the core and the thread; return whether they ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            if self._stepping is not None:  # the event loop is still open: `_end` runs before it closes
+            if self._stepping is not None:  # the event loop is open until `_end`, which clears this
                 self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -318,7 +318,7 @@ class CoreLoop:
         except asyncio.CancelledError:
             pass  # `stop` cancels this task
         finally:
-            self._end()  # before the core's `close`, which takes long for a broken core
+            self._end()  # answers the callers first, since closing a broken core takes long
             await self._core.close()
 
     def _interrupt(self) -> None:
@@ -332,7 +332,7 @@ class CoreLoop:
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
-        if commit is not None:  # answered here, because the event loop may close before the swap's task runs
+        if commit is not None:  # fail the swap here, since its task may never run
             with suppress(InvalidStateError):  # the commit's future may already have a result or be cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
@@ -371,7 +371,7 @@ class CoreLoop:
             salt = label_of(*self.serving)
             try:
                 await self._core.add(begun, salt=salt)
-            except ValueError as error:  # the core rejects a value that `check` accepts
+            except ValueError as error:  # the core has rejected a value that `check` accepted
                 self._refuse(request, InvalidRequest(f"the engine's core rejects the request: {error}"))
 
     def _refuse(self, request: Request, error: ContractError) -> None:
@@ -438,7 +438,7 @@ class CoreLoop:
             epoch, version = serving
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
-                sequence.request.epoch = epoch  # the epoch of the first token; later tokens may have a later one
+                sequence.request.epoch = epoch  # the first token's epoch; later tokens may have a later epoch
         num_top = sequence.request.num_top
         for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             if num_top:
@@ -487,7 +487,7 @@ class CoreLoop:
         core, served, began = self._core, False, time.perf_counter()
         try:
             await core.pause(on_update)
-            began = time.perf_counter()  # the pause begins here, after the steps that had to end first
+            began = time.perf_counter()  # measure the pause from here, after the last step has ended
             await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()

@@ -29,9 +29,10 @@ from pipelinerl.system.post_connections import FanoutClient
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-#: Added to the engine's own deadline, so that the engine's more specific error arrives first.
+#: Seconds that the client waits beyond the engine's deadline, so that the engine's more specific error arrives first.
 _GRACE_S: Final = 1.0
-#: Shorter than the server's `http_service.KEEP_ALIVE_S`, so that the client closes idle connections first.
+#: Seconds that the client keeps an idle connection: fewer than the server's `http_service.KEEP_ALIVE_S`, so that the
+#: client closes it first.
 _KEEP_ALIVE_S: Final = 30.0
 _JSON: Final = MappingProxyType({"content-type": "application/json"})
 _DATA: Final = b"data: "
@@ -155,7 +156,7 @@ async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: 
     """Return the body of a response with status 200; raise `ContractError` or `EngineUnreachable` otherwise."""
     try:
         status, content = await answer
-    except (ConnectionError, TimeoutError, ValueError) as error:  # an invalid host name is a ValueError
+    except (ConnectionError, TimeoutError, ValueError) as error:  # an invalid host name raises ValueError
         raise _unreachable(call, error, timeout_s) from error
     if status != 200:
         raise _refusal(call, status, content)

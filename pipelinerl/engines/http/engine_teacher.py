@@ -31,7 +31,7 @@ _AGAIN_S: Final = 1.0
 
 @final
 class EngineTeacher:
-    """A frozen model behind an engine's URL. `timeout_s` limits the wait for a segment, even over a restart."""
+    """A frozen model behind an engine's URL. `timeout_s` limits the wait for a segment, retries included."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url = url

@@ -23,7 +23,7 @@ from pipelinerl.types import Message, Sampling
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
-#: Statuses caused by the server's state, so that the request is retried.
+#: HTTP statuses after which the request is retried, because the server's state causes them, not the request.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 #: Most characters of a server's error text to quote.
 _QUOTED_CHARS: Final = 300

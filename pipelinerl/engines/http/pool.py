@@ -204,7 +204,7 @@ class PartialAnswer:
         )
 
 
-#: Most heap entries per engine before stale ones are removed.
+#: The most heap entries per engine; beyond this, the stale entries are removed.
 _ENTRIES: Final = 4
 
 
@@ -271,13 +271,13 @@ class LeastBusy:
         heapify(self._heap)
 
 
-#: Errors caused by the engine's state, so that the request is retried.
+#: Errors after which the request is retried, because the engine's state causes them, not the request.
 _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
-#: Most outstanding tokens above those of the least busy engine at which a conversation stays on its engine.
+#: A conversation stays on its engine while that has at most this many more outstanding tokens than the least busy one.
 NEAR_TOKENS: Final = 8192
 
 
@@ -337,7 +337,7 @@ class EnginePool:
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # engines that serve or may finish requests
-        self._load = LeastBusy(ties)  # counts requests on engines that no longer serve, too
+        self._load = LeastBusy(ties)  # also counts requests on engines that no longer serve
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
         self._named: Counter[str] = Counter()

@@ -27,7 +27,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
 
-#: The kernel's block size; prompts of other padded lengths than its multiples use plain products.
+#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use `PLAIN`.
 _BLOCK: Final = 128
 
 
@@ -37,9 +37,9 @@ class PromptAttention(StrEnum):
         plain     all scores [P, H, T, T] in fp32: any platform, any length
         flash     `jax.experimental.pallas.ops.tpu.flash_attention`: blocks of scores in on-chip memory
 
-    The kernel is only for prompts, because their scores grow with the square of the length. A decode step has one query
-    per row, so reading the cache takes most of its time, and XLA's own fusion handles it. The kernel agrees with
-    `plain` in Pallas's TPU interpreter on a CPU; it has not run on a TPU.
+    The flash kernel is used for prompts only, because their scores grow with the square of the length. A decode step
+    has one query per row, so reading the cache takes most of its time, and XLA's own fusion handles it. The kernel
+    agrees with `plain` in Pallas's TPU interpreter on a CPU; it has not run on a TPU.
     """
 
     PLAIN = "plain"
@@ -47,7 +47,7 @@ class PromptAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """Return the implementation for `devices` devices of a platform; XLA cannot split the kernel among several."""
+        """Return the implementation for `devices` devices; XLA cannot split the flash kernel among several of them."""
         return cls.FLASH if platform == "tpu" and devices == 1 else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array) -> Array:

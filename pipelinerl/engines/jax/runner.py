@@ -249,9 +249,10 @@ def _fitting(count: int, sizes: Sequence[int]) -> int:
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 #
-# A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
-# sampled from. For equal logits the token equals that of every other engine, because noise and cumulative sums are fp64
-# (which a TPU emulates). `truncates` selects between a program with truncation and a faster one without.
+# The sampled token of a row depends only on the row's logits, parameters and noise. Its log-prob, in fp32, is that of
+# the distribution sampled from. For equal logits the token equals that of every other engine, because noise and
+# cumulative sums are fp64 (which a TPU emulates). `truncates` selects between a program with truncation and a faster
+# one without.
 #
 # A row whose logits contain NaN or +inf, or nothing above -inf, gets a NaN log-prob and an arbitrary token; the other
 # rows are unaffected.
@@ -339,7 +340,9 @@ def _sample(
 
 
 def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Apply top-k, min-p and top-p to log-probs [B, V], renormalised; dropped tokens get -inf, ties the lower id."""
+    """Apply top-k, min-p and top-p to log-probs [B, V] and renormalise. Dropped tokens get -inf; among equally likely
+    tokens, those with the lower ids are kept.
+    """
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
     kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]
@@ -370,9 +373,9 @@ def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 #
-# Names are Hugging Face's, in the order of the JAX and torch trainers. `finish_staging` copies the parameters to the
-# device one at a time, while decoding continues; `swap` only exchanges references. Shapes and shardings never change,
-# so updates compile nothing.
+# Parameters have their Hugging Face names, in the order of the JAX and torch trainers. `finish_staging` copies the
+# parameters to the device one at a time, while decoding continues; `swap` only exchanges references. Shapes and
+# shardings never change, so updates compile nothing.
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:

@@ -80,7 +80,7 @@ def attend_decode(
             query, key, value, plan.positions, window=window, scale=scale, softcap=softcap
         )
     mask = plan.mask(window, query.dtype)
-    # Queries that share a key head form the rows of one product.
+    # Queries that share a key head form the rows of one matrix product.
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     if plan.sections is not None:
         out = plan.sections.attend(grouped, keys, values, mask, scale, softcap)

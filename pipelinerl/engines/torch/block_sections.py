@@ -1,7 +1,7 @@
-"""`BlockSections`: which queries meet which block, so that attention of one query per row reads blocks in place.
+"""`BlockSections`: which rows' queries attend to which block, so that a decode step reads the cache's blocks in place.
 
-Scores are computed block by block, and only they are reordered by row: for D dimensions they are D times smaller than
-the keys. The blocks of a step form two sections:
+Scores are computed block by block, and then reordered by row. Keys stay where they are: with D dimensions, they are D
+times larger than the scores. The blocks of a step form two sections:
 
     first     every block, with the queries of one of its rows: one product over all blocks in use, in place
     shared    blocks of several rows, with the queries of their other rows, at most 16 at a time
@@ -21,7 +21,7 @@ from torch import Tensor
 
 #: The most rows that read one copy of a shared block.
 _AT_ONCE: Final = 16
-#: The largest fraction of blocks in use at which these are copied out, instead of reading all blocks in place.
+#: If at most this fraction of all blocks is in use, the used blocks are copied out; otherwise all are read in place.
 _SPARSE: Final = 1 / 3
 
 
@@ -34,14 +34,15 @@ class _Pairs(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSections:
-    """Indices of one step over K rows of at most n blocks, N of which are read; G queries share a key head.
+    """Indices for one step over K rows, each with at most n blocks. N blocks are read in all; G query heads share a key
+    head.
 
     Attributes:
         selected: the blocks to copy out i64 [N], or None for the first N in place.
         num_blocks: N.
-        queries: i64 [N], the row whose queries each block meets.
+        queries: i64 [N], for each block the row whose queries attend to it in the first section.
         to_rows: i64 [K · H · G · n], the index of the scores for each row, head and block.
-        to_blocks: the inverse, for each block of both sections.
+        to_blocks: the inverse of `to_rows`: for each block of both sections, the indices in the scores by row.
         to_sums: i64 [n · K · H · G], the index of the weighted values for each block of each row.
         shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
             query; None if no block is shared.
@@ -61,13 +62,13 @@ class BlockSections:
 
     @classmethod
     def of(cls, table: NDArray[np.int64], counts: NDArray[np.int64], *, heads: int, group: int) -> BlockSections:
-        """Return the sections of rows with the blocks `table` [K, n], of which the first `counts` [K] are a row's."""
+        """Return the sections for rows whose blocks are in `table` [K, n]; in row i, the first counts[i] are valid."""
         width, per_block = table.shape[1], heads * group
         rows, columns = (np.arange(width) < counts[:, None]).nonzero()
         blocks = table[rows, columns]
         last = int(table.max()) + 1
         firsts = np.full(last, -1)
-        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # assign backwards, so that each block keeps its first pair
+        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # backwards, so that a block's first entry wins
         used = (firsts >= 0).nonzero()[0]
         selected = None
         if len(used) <= _SPARSE * last:
@@ -104,7 +105,7 @@ class BlockSections:
             shared = torch.from_numpy(shared_np)
             shared_queries = torch.from_numpy((grid_rows[:, None] * heads + heads_of[:, None]).reshape(-1))
             head_rows = (grid_rows[:, None, :, None] * heads + heads_of[:, None, None]) * group + groups_of
-            more = head_rows * width + grid_columns[:, None, :, None]  # [S, H, M, G]
+            more = head_rows * width + grid_columns[:, None, :, None]  # shape [S, H, M, G]
             to_blocks = np.concatenate((to_blocks, more.reshape(-1)))
             base[rest.rows, rest.columns] = total + (place * heads * most + member) * group
             stride[rest.rows, rest.columns] = most * group
@@ -177,8 +178,9 @@ def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> No
 
 
 def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Return the blocks [S] to read, each pair's index in these and place there, and the number of places M. A block
-    with more pairs than `_AT_ONCE` is read several times.
+    """Group (block, row) pairs by block. Return the S blocks to read, for each pair the index of its block and the
+    pair's position among the M queries of this block, and M. A block with more than `_AT_ONCE` pairs is read several
+    times.
     """
     order = np.argsort(pairs.blocks, kind="stable")
     ordered = pairs.blocks[order]

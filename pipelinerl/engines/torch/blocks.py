@@ -24,12 +24,12 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Key of an entry: the number of the entry before it (0 for none), and its tokens i32 as bytes.
+#: Key of an index entry: the number of the entry before it (0 for none), and the block's tokens i32 as bytes.
 _Key = tuple[int, bytes]
 
-#: The largest spread of the blocks in use, as a multiple of their number, before they are moved together.
+#: Blocks in use are moved together once they spread over at least this multiple of their number.
 _MOST_SPREAD: Final = 4 / 3
-#: Fewer blocks than this are never moved together.
+#: Blocks in use are not moved together while all of them are among the first `_FEW`.
 _FEW: Final = 32
 
 
@@ -42,7 +42,9 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """`filed`: index entries of the row's first full blocks, by number; None if older weights computed the row."""
+    """A row's blocks. `filed` has the numbers of the index entries of its first full blocks; None if older weights
+    computed the row.
+    """
 
     blocks: list[int]
     filed: list[int] | None
@@ -74,7 +76,7 @@ class BlockTable:
         self._free = list(range(blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._entries: dict[_Key, tuple[int, int]] = {}  # each entry's number and block, by key
-        self._keys: dict[int, _Key] = {}  # keys of indexed blocks
+        self._keys: dict[int, _Key] = {}  # the key of each indexed block
         self._number = 0
 
     @property
@@ -90,7 +92,7 @@ class BlockTable:
 
     def begin(self, rows: Sequence[int], tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
         """Give empty `rows` blocks for `tokens` [T]; return the number of tokens whose blocks are already computed.
-        Full blocks are shared and indexed at once, so the caller must compute them before they are read.
+        Full blocks are shared and already indexed, so the caller must compute them before they are read.
         """
         keys = self._found(tokens) if reuses else []
         filed = [self._entries[key][0] for key in keys]
@@ -113,7 +115,9 @@ class BlockTable:
         return start
 
     def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
-        """Give empty `rows` the first `num_tokens` tokens of row `source`; return the copies of its last block."""
+        """Give empty `rows` the blocks of the first `num_tokens` tokens of row `source`. The last block, if partly
+        filled, is not shared: return the copies to make of it.
+        """
         full, own = num_tokens // self.size, self._rows[source]
         tails: list[int] = []
         for row in rows:
@@ -127,7 +131,7 @@ class BlockTable:
         return Copies([own.blocks[full]] * len(tails) if tails else [], tails)
 
     def grow(self, positions: NDArray[np.int64]) -> bool:
-        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False if they run out."""
+        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False without free blocks."""
         for row in (positions >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
             if not self.free:
                 return False
@@ -140,7 +144,7 @@ class BlockTable:
         """Free a row's blocks, of which the first `num_tokens` tokens are computed; indexed blocks are kept."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
-        for block in reversed(own.blocks):  # so that later blocks of a sequence are evicted before earlier ones
+        for block in reversed(own.blocks):  # reversed, so that a sequence's later blocks are evicted first
             self._let_go(block)
         own.filed = []
         self._set(row, [])
@@ -148,7 +152,7 @@ class BlockTable:
             self._free_up(self._evict())
 
     def move(self, source: int, target: int) -> None:
-        """Make row `source` the empty row `target`."""
+        """Move row `source` to the empty row `target`."""
         self._rows[target], self._rows[source] = self._rows[source], self._rows[target]
         self.tokens[target] = self.tokens[source]
         for row in (source, target):
@@ -177,8 +181,8 @@ class BlockTable:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def gather(self) -> Copies | None:
-        """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs. Reading all
-        blocks up to the last one in use is then nearly as cheap as reading only those in use.
+        """Renumber the blocks in use from 0 on if they are spread too far; return the copies that this needs. Reading
+        all blocks up to the last one in use is then nearly as cheap as reading only those in use.
         """
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
@@ -213,7 +217,7 @@ class BlockTable:
             self._set(row, new[own.blocks].tolist() if own.blocks else own.blocks)
         taken = self._uses > 0
         taken[list(self._kept)] = True
-        self._free = (~taken).nonzero()[0].tolist()  # an ascending list is a heap
+        self._free = (~taken).nonzero()[0].tolist()  # sorted ascending, and therefore a valid heap
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
@@ -287,5 +291,5 @@ class BlockTable:
 
 
 def tokens_of(token_ids: Sequence[Any]) -> NDArray[np.int32]:
-    """Return token ids as the table holds them."""
+    """Return token ids as an i32 array, the type of `BlockTable.tokens`."""
     return np.asarray(token_ids, dtype=np.int32)

@@ -86,7 +86,7 @@ class DecodeGraphs:
             self._logits = logits.new_empty((self._rows, logits.shape[1]))
         self._sample(rows)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may receive weights meanwhile.
+        # Capture this thread's work only, because another thread may receive weights meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._logits[:rows].copy_(self._forward_of(rows))
             self._sample(rows)

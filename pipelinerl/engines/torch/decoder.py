@@ -26,7 +26,7 @@ from pipelinerl.numerics.torch_logprobs import Fp32Head
 from trainer_contract.types import Kernels
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-#: Rotary embeddings that depend on the position alone, so that a table can hold them.
+#: Types of rotary embeddings that depend on the position alone, so that a table can hold their values.
 _STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 
@@ -38,7 +38,7 @@ class _Linear(NamedTuple):
         return linear(x, self.weight, self.bias)
 
 
-_Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # [B, in] → [B, out]
+_Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # functions [B, in] → [B, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class LlamaForward:
 
     def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model
-        self._is_fast = kernels is Kernels.FAST  # else norms and rotations are those of transformers' modules
+        self._is_fast = kernels is Kernels.FAST  # if not, norms and rotations are those of transformers
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = backbone.layers[0].self_attn.head_dim
@@ -110,7 +110,7 @@ class LlamaForward:
     def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
         batch, length = token_ids.shape
         flat = positions.reshape(-1)
-        cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # [B · T, 1, D]
+        cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # shape [B · T, 1, D]
         x = embedding(token_ids.reshape(-1), self._embedding).float()
         for index, layer in enumerate(self._layers):
             projected = self._project(x, layer, cos, sin)

@@ -22,7 +22,7 @@ from trainer_contract.types import Kernels, WeightDType
 
 
 class Forward(Protocol):
-    """Model interface of a runner."""
+    """Interface between a runner and the forward pass of its model."""
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""

@@ -36,12 +36,12 @@ from torch import Tensor
 from pipelinerl.engines.torch.block_sections import BlockSections
 from pipelinerl.engines.torch.blocks import BlockTable, Copies
 
-#: Tokens of a block. Shorter blocks need more products, longer ones waste more memory at their end.
+#: Number of tokens in a block. Shorter blocks need more matrix products, longer ones waste more memory at their end.
 BLOCK: Final = 32
 
 #: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
 _MOST_LEFT: Final = 7 / 8
-#: Lineages of new rows repeat after this many, far more than begin between two steps.
+#: The lineage numbers of new rows repeat after this many, far more than the rows that begin between two steps.
 _BEGINNINGS: Final = 2**20
 
 
@@ -57,7 +57,8 @@ class CacheReading(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Plan that stores token `sources` i64 [N] of the prompts [P · T] in `entries` i64 [N · H].
+    """Plan of a prefill: of the prompts' tokens [P · T], those at `sources` i64 [N] are stored at `entries` i64 [N ·
+    H].
 
     Entries index a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
     blocks `before` i64 [P, start / size].

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Tokens of a tile, half as many for wide heads.
+#: Number of tokens in a tile of the kernel; half as many for wide heads.
 _TILE: Final = 64
 #: The target number of programs of a step, a few for each multiprocessor.
 _PROGRAMS: Final = 512

@@ -129,7 +129,7 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # a prompt of one token has no prefill
+        self._begin([state.row for state in states if state.position == 0])  # position 0: no prefill has begun the row
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
@@ -213,7 +213,7 @@ class TorchRunner:
         """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
         lengths = [len(prefill.token_ids) for prefill in batch]
         longest = max(lengths) - start
-        if self._graphs is not None:  # torch compiles a single token separately, which would delay its request
+        if self._graphs is not None:  # pad a single token, which torch would compile separately
             longest = max(longest, 2)
         token_ids = np.zeros((len(batch), longest), dtype=np.int64)
         for index, prefill in enumerate(batch):

@@ -95,7 +95,9 @@ def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
 
 
 def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """Return log-probs [R, V] after top-k, min-p and top-p, renormalised, -inf if dropped; ties go to the lower id."""
+    """Apply top-k, min-p and top-p to log-probs [R, V] and renormalise. Dropped tokens get -inf; among equally likely
+    tokens, those with the lower ids are kept.
+    """
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
@@ -111,7 +113,9 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | No
 
 
 def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
-    """Return each row's first token whose cumulative probability (fp64) exceeds `noise` · total; NaN may overshoot."""
+    """Return each row's first token whose cumulative probability (fp64) exceeds `noise` times the total. In a row with
+    a NaN, the index may be beyond the vocabulary.
+    """
     probs = logprobs.exp()
     batch, vocab = probs.shape
     if vocab <= _BLOCK:

@@ -35,7 +35,7 @@ class GroupEndpoint(Protocol):
     """A rank's endpoint in a formed group, such as `Collective`. One thread uses it, but any may call `close`."""
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Return rank 0's announcement under `key`, until `deadline` (monotonic s). Raises as `broadcast` does."""
+        """Wait until `deadline` (monotonic s) for rank 0's announcement under `key`. Raises as `broadcast` does."""
         ...
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
@@ -132,7 +132,7 @@ class _Membership:
 
 @final
 class GroupMember:
-    """The engine's current membership, for one event loop. `on_replaced` is called before a replaced one is left."""
+    """The engine's current membership, for one event loop. `on_replaced` is called before a membership is replaced."""
 
     def __init__(self, endpoints: EndpointFactory, *, on_replaced: Callable[[], None] = lambda: None) -> None:
         self._endpoints = endpoints

@@ -39,11 +39,11 @@ from pipelinerl.errors import EngineUnreachable, PipelineError
 from pipelinerl.system import http_client
 
 _HEALTH: Final = "/health"
-#: Timeout of each cleanup call to a server that has failed.
+#: Timeout in seconds of each cleanup call to a server that has failed.
 _LEAVE_S: Final = 3.0
-#: Interval between health checks of a server with running samples.
+#: Interval in seconds between health checks of a server with running samples.
 _ASK_EVERY_S: Final = 5.0
-#: The longest time without a response or an event; even a busy server responds, from another process.
+#: The longest time in seconds without a response or an event. Even a busy server responds to health checks.
 _SILENCE_S: Final = 60.0
 
 
@@ -99,7 +99,7 @@ class ServerApi(Protocol):
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps. `abort` ends running samples; before `drain`, the caller waits for their end."""
+        """Stop between two steps. `abort` ends the running samples; for `drain`, the caller has awaited their end."""
         ...
 
     async def resume(self) -> None:
@@ -225,7 +225,8 @@ class ServerCore:
     async def _watch(self) -> None:
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, so that one call may fail
+            # half the limit, so that one call may fail
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
                 self._steps.put_nowait(
@@ -256,7 +257,9 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver the tokens whose version is known: all tokens so far, unless an update has begun meanwhile."""
+        """Deliver the tokens whose version is known: all tokens so far, unless an update has begun since the sample
+        did.
+        """
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended
@@ -290,9 +293,9 @@ def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
     return spans
 
 
-#: Shorter than uvicorn's default of 5 s for idle connections, so that the client closes them first.
+#: Seconds that the client keeps an idle connection: fewer than uvicorn's default of 5, so that the client closes first.
 _KEEP_ALIVE_S: Final = 1.0
-#: Timeout of a call that makes the server do no heavy work.
+#: Timeout in seconds of a call that makes the server do no heavy work.
 CALL_S: Final = 60.0
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
@@ -301,7 +304,7 @@ _SHOWN: Final = 300
 
 @final
 class ServerHttp:
-    """HTTP client of one stock server: JSON calls with deadlines, and streams of events without; for one event loop.
+    """HTTP client of one stock server, for one event loop: JSON calls with a deadline, and event streams without one.
 
     An unexpected response becomes an `EngineUnreachable` that names call and response. Creating the client raises this
     process's limit on open files to the maximum, since every sample holds a connection.

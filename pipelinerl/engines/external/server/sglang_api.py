@@ -34,7 +34,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "in_place",  # a drain leaves no running sample, so any mode will do
+    OnUpdate.DRAIN: "in_place",  # no sample is running after a drain, so any mode will do
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -121,7 +121,7 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the last tokens of an event, which are new, whether it lists all tokens or only new ones."""
+        """Return an event's new tokens: the last ones that it lists, since it may list earlier tokens as well."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]

@@ -38,10 +38,10 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: Seconds before the core's process is killed; it has no state worth waiting for.
+#: Seconds that the core's process has to end before it is killed; it has no state that must be saved.
 _CORE_ENDS_S: Final = 1.0
 
-#: Most tokens of a step on CPU, unless a single prompt is longer.
+#: The most tokens that vLLM processes in one step on a CPU, unless `context_length` is larger.
 _CPU_STEP: Final = 4096
 
 #: The sampling fields that are supported besides temperature, top-k and top-p.

@@ -79,7 +79,7 @@ def from_options(options: EngineOptions) -> Engine:
         loop=loop_of(options, endpoints),
         tokenizer=tokenizer,
         endpoints=endpoints,
-        continuation=Continuation.OWN_NOISE,  # vLLM always reads a generator from its beginning
+        continuation=Continuation.OWN_NOISE,  # vLLM cannot resume a random generator in the middle
     )
 
 
@@ -184,7 +184,7 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
-    """Return the size of the keys and values of all slots, in whole blocks, plus one slot."""
+    """Return the bytes of keys and values for all slots and one more, in whole blocks of the cache."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head_dim * (4 if options.dtype == "float32" else 2)

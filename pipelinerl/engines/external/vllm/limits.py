@@ -120,7 +120,7 @@ def seed_of(sequence: Sequence) -> int:
 # `engine.options` are fields of vLLM's `AsyncEngineArgs`. Only `check_fields` imports vLLM, because vLLM reads the
 # environment when it is imported.
 
-#: Fields that may not be set in `engine.options`, each with the setting or part that sets it.
+#: Fields that may not be set in `engine.options`, each with the setting or component that determines it.
 _SET_BY: Final[Mapping[str, str]] = {
     "model": "model.path",
     "tokenizer": "model.path",

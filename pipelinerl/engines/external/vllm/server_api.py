@@ -36,7 +36,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
     OnUpdate.RECOMPUTE_KV: "keep",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "keep",  # a drain leaves no running sample, so any mode will do
+    OnUpdate.DRAIN: "keep",  # no sample is running after a drain, so any mode will do
 }
 #: Timeout in seconds of slow calls: a pause waits for the current step, a load for the copy of all bytes.
 _LONG_S: Final = 600.0

@@ -44,7 +44,7 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 @final
 class StagedWeights:
-    """Methods added to vLLM's worker. The prefix avoids clashes, because vLLM rejects names that its worker has."""
+    """Methods added to vLLM's worker. vLLM rejects names that its worker already has; hence their prefix."""
 
     rank: int
     device: torch.device

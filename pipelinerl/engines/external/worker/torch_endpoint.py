@@ -76,7 +76,7 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # `_read`'s file keeps the socket open; without a shutdown the engine waits
+                with suppress(OSError):  # `_read` keeps the socket open; without this the engine would wait
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:

@@ -60,7 +60,7 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`, or raise `OSError`: using other memory may kill the process."""
+        """Reserve the first `num_bytes` of `further`, or raise `OSError`. Using unreserved bytes may be fatal."""
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:

@@ -53,7 +53,7 @@ class SharedRoom(Protocol):
 
     @property
     def further(self) -> Any:
-        """Flat u8; only reserved parts may be touched."""
+        """The memory as flat u8; only its reserved parts may be read or written."""
         ...
 
     def reserve(self, num_bytes: int) -> None:
@@ -155,7 +155,9 @@ class WorkerEndpoint:
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return the answer. If the worker reports an error, close and raise it."""
+        """Send an order to the worker and return the answer. If the worker reports an error, leave the group and raise
+        the error.
+        """
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -233,7 +235,7 @@ class OwnProcess:
         return ours, weakref.finalize(self, _end, ours, process)
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Return True if the bytes can be copied to their target, which must be on the host."""
+        """Return True if `staging` is on the host, where the received bytes can be copied into it."""
         return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:

@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 
 
 class Persistence(StrEnum):
-    """Use of a retry: a request that failed with a TRANSIENT error may succeed later, with a PERMANENT one never."""
+    """Classes of errors: after a TRANSIENT error the same request may succeed later, after a PERMANENT one never."""
 
     TRANSIENT = "transient"
     """The same request may succeed later, or after a restart of the engine."""

@@ -419,9 +419,9 @@ class Choice(Wire):
         message: the answer.
         finish_reason: the reason that the sample ended.
         logprobs: OpenAI's records, if the request sets `logprobs`.
-        token_ids: the sampled tokens, if the request sets `return_token_ids`, as for the next two.
+        token_ids: the sampled tokens. This field and the next two are set if the request sets `return_token_ids`.
         token_logprobs: log-prob of each token under the distribution it was sampled from.
-        version_spans: the versions of the weights that sampled the tokens, as runs.
+        version_spans: runs (version, number of tokens): the weights that sampled the tokens.
         routed_experts: the experts of each token, if the request sets `return_routed_experts`.
     """
 
@@ -448,7 +448,7 @@ class ChatCompletion(Wire):
 
     Attributes:
         prompt_token_ids: the prompt, if the request sets `return_token_ids`.
-        prompt_routed_experts: the experts of all prompt tokens except the last, if the request sets
+        prompt_routed_experts: the experts of all prompt tokens but the last, if the request sets
             `return_routed_experts`.
         prompt_logprobs: log-prob of each prompt token (0 for the first), if the request sets `return_prompt_logprobs`.
         model_version: newest version of the weights that sampled any of the answer.

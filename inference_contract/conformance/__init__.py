@@ -3,8 +3,7 @@
     results = run("http://127.0.0.1:8000", token="…")
 
 The kit talks HTTP. It plays the trainer in a real process group, and the server from which the engine pulls weights. It
-overwrites the engine's weights with its own, under a higher epoch, so run it only against an engine that nothing else
-uses.
+overwrites the engine's weights with its own, under a higher epoch, so run it only against an otherwise unused engine.
 
 Each check is a function; if the engine fails it, the function raises `AssertionError` with an explanation. A promise
 that cannot be tested on this engine is reported as `unsupported` with the reason.

@@ -37,9 +37,7 @@ def _continued(
 
 
 def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[int]:
-    """Return the prompt tokens of `messages`. Raises `NotOffered` unless they begin with the prompt tokens of
-    `MESSAGES`.
-    """
+    """Return the prompt tokens of `messages`; raise `NotOffered` unless they begin with those of `MESSAGES`."""
     opening, whole = prompt_of(session.chat(**fields)), prompt_of(session.chat(messages=messages, **fields))
     if whole[: len(opening)] != opening:
         raise NotOffered("the chat template renders earlier messages differently once others follow")
@@ -65,9 +63,7 @@ def conversation_continues_exactly(session: Session) -> None:
 
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
-    """If the known tokens are those that the template renders, the continued prompt equals the rendering of all
-    messages.
-    """
+    """If the known tokens are the template's own, the continued prompt equals the rendering of all messages."""
     one, two = (_appends(session, [*MESSAGES, _said(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:
@@ -122,9 +118,7 @@ def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | Non
 
 
 def calls_are_parsed_or_refused(session: Session) -> None:
-    """An answer that calls an offered tool has `tool_calls` and a matching finish_reason; or tools are rejected by
-    name.
-    """
+    """An answer with a tool call has `tool_calls` and the finish_reason `tool_calls`; or tools are rejected by name."""
     conversation = _with_call(session)
     if conversation is None:
         return

@@ -38,9 +38,7 @@ class Peer(Protocol):
 
 @final
 class Session:
-    """One run of the kit against one engine. The first weight check creates `peer`, the trainer's end of the weight
-    group.
-    """
+    """One run of the kit against one engine; the first weight check creates `peer`, the trainer's end of the group."""
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -136,7 +134,7 @@ class Session:
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    """Return the body of a chat request: for a short answer, with token ids."""
+    """Return the body of a chat request for a short answer with token ids."""
     prompt = {} if "prompt_token_ids" in fields else {"messages": MESSAGES}
     return prompt | {"max_tokens": 8, "seed": 1, "return_token_ids": True} | fields
 

@@ -1,7 +1,6 @@
 """`KitTrainer`, rank 0 of the weight group: a second implementation, independent of `pipelinerl.trainers`.
 
-Its weights are a pure function of (layout, tag), so the engine must give the same answers whenever it serves the
-weights of the same tag.
+Its weights are a pure function of (layout, tag), so an engine that serves the same tag again must answer the same.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ dist: Any = torch.distributed
 
 _GROUP = "conformance"
 _BUCKET_BYTES = 2**16
-#: Seconds after a join request; by then the engine waits for the other ranks.
+#: Seconds to wait after a join request, so that the engine is already waiting for the other ranks.
 _JOINS_S = 0.3
 
 

@@ -301,8 +301,7 @@ class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
     `before_commit` is the number of these answers' tokens that version `old` sampled before COMMIT: a lower bound,
-    since the engine's counter may lag. `after_commit` is the number that version `new` sampled after the answer to
-    COMMIT.
+    since counters lag. `after_commit` is the number that version `new` sampled after the answer to COMMIT.
     """
 
     old: int

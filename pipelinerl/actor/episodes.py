@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipelinerl")
 
-#: Reasons why an episode was split into segments that point to a mistake if the agent meant to hold one conversation.
+#: Reasons for splitting an episode into segments; they indicate a mistake if the agent meant to hold one conversation.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
 #: The actor warns if tools were offered in this many episodes and no call could be parsed in any of them.
 _WITHOUT_CALLS: Final = 20
@@ -46,9 +46,7 @@ _LIVES: Final = 2
 
 
 class Player(Protocol):
-    """Runner of one domain's episodes against the gateway, such as `EpisodeHosts`, a command line, or an OpenEnv
-    server.
-    """
+    """Runner of one domain's episodes against the gateway, such as `EpisodeHosts`, a command line or `OpenEnv`."""
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode. Raises TimeoutError or `HostLost`."""

@@ -57,7 +57,7 @@ class GroupProgress(Protocol):
         ...
 
     def played(self, calls: ToolCalls, environment_s: float) -> None:
-        """An episode has ended, after these tool calls and `environment_s` seconds spent outside the model."""
+        """An episode has ended, with the tool calls `calls` and `environment_s` seconds spent outside the model."""
         ...
 
 

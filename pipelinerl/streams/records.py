@@ -254,9 +254,7 @@ def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> lis
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """Return a group's additional columns by name: [N, …] for N sampled tokens, or for the contexts' tokens
-    (`CONTEXTS`).
-    """
+    """Return a group's additional columns by name: [N, …] for N sampled tokens, `CONTEXTS` for the contexts' tokens."""
     header, columns = _open_group(record)
     try:
         return _further_columns(header, columns)

@@ -82,7 +82,7 @@ _Command = Callable[[int], tuple[Any, ...]]
 
 @final
 class RedisStream:
-    """Logs on a server. `connect` creates it, for use on the event loop that runs `connect`."""
+    """Named logs on a Redis server, created by `connect` and bound to the event loop on which `connect` ran."""
 
     def __init__(
         self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int

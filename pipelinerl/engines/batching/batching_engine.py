@@ -157,7 +157,7 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # tokenises one prompt at a time
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one prompt at a time, to limit memory
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
@@ -238,7 +238,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # ends: the loop delivers tokens, the end or an error
+            delivery = await deliveries.get()  # cannot hang: every request gets tokens, its end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -339,7 +339,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # `pipelinerl.system.background.tell` inlined, to save a call per step
+        try:  # the body of `pipelinerl.system.background.tell`, to save a call per step
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():

@@ -205,8 +205,8 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, for the caller, who holds the lock, to
-        retire.
+        """Count a request's unfinished samples as aborted; return its rows, which the caller, holding the lock,
+        retires.
         """
         if not request.unfinished:
             return []

@@ -548,7 +548,7 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """Return the delivery that fails a request, whose next logits are NaN or infinite with the weights `serving`."""
+    """Return the delivery that fails a sample's request, because the weights `serving` give NaN or infinite logits."""
     request, (epoch, version) = sequence.request, serving
     error = NotFinite(
         f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "

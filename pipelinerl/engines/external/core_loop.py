@@ -243,7 +243,7 @@ class CoreLoop:
         """End the core and the thread; return whether they ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            if self._stepping is not None:  # the event loop is open until `_end`, which clears this
+            if self._stepping is not None:  # `_end` clears `_stepping` before the event loop closes
                 self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

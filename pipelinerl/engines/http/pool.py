@@ -277,7 +277,7 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
-#: A conversation stays on its engine while that has at most this many more outstanding tokens than the least busy one.
+#: A conversation stays on its engine if that has at most this many more outstanding tokens than the least busy engine.
 NEAR_TOKENS: Final = 8192
 
 

@@ -34,8 +34,7 @@ class _Pairs(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSections:
-    """Indices for one step over K rows, each with at most n blocks. N blocks are read in all; G query heads share a key
-    head.
+    """Indices for a step of K rows, each of at most n blocks; N blocks are read. G query heads share a key head.
 
     Attributes:
         selected: the blocks to copy out i64 [N], or None for the first N in place.
@@ -178,9 +177,8 @@ def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> No
 
 
 def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Group (block, row) pairs by block. Return the S blocks to read, for each pair the index of its block and the
-    pair's position among the M queries of this block, and M. A block with more than `_AT_ONCE` pairs is read several
-    times.
+    """Group (block, row) pairs by block. Return the S blocks to read; for each pair, its block's index and the pair's
+    position among that block's M queries; and M. A block with over `_AT_ONCE` pairs is read several times.
     """
     order = np.argsort(pairs.blocks, kind="stable")
     ordered = pairs.blocks[order]

@@ -42,9 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row's blocks. `filed` has the numbers of the index entries of its first full blocks; None if older weights
-    computed the row.
-    """
+    """A row's blocks. `filed` numbers the index entries of the first full ones; None if older weights computed them."""
 
     blocks: list[int]
     filed: list[int] | None

@@ -57,8 +57,7 @@ class CacheReading(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Plan of a prefill: of the prompts' tokens [P · T], those at `sources` i64 [N] are stored at `entries` i64 [N ·
-    H].
+    """Plan of a prefill: the prompts' tokens [P · T] at `sources` i64 [N] are stored at `entries` i64 [N · H].
 
     Entries index a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
     blocks `before` i64 [P, start / size].

@@ -129,7 +129,7 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # position 0: no prefill has begun the row
+        self._begin([state.row for state in states if state.position == 0])  # rows at position 0 had no prefill
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""

@@ -35,7 +35,7 @@ class GroupEndpoint(Protocol):
     """A rank's endpoint in a formed group, such as `Collective`. One thread uses it, but any may call `close`."""
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Wait until `deadline` (monotonic s) for rank 0's announcement under `key`. Raises as `broadcast` does."""
+        """Return rank 0's announcement under `key`; wait until `deadline` (monotonic s). Raises as `broadcast` does."""
         ...
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:

@@ -257,9 +257,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver the tokens whose version is known: all tokens so far, unless an update has begun since the sample
-        did.
-        """
+        """Deliver the tokens whose version is known: all so far, if no update has begun since the sample began."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended

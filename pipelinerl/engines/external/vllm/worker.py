@@ -44,7 +44,7 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 @final
 class StagedWeights:
-    """Methods added to vLLM's worker. vLLM rejects names that its worker already has; hence their prefix."""
+    """Methods added to vLLM's worker. Their names have a prefix, because vLLM rejects names that its worker has."""
 
     rank: int
     device: torch.device

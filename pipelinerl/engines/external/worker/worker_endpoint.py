@@ -155,9 +155,7 @@ class WorkerEndpoint:
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return the answer. If the worker reports an error, leave the group and raise
-        the error.
-        """
+        """Send an order to the worker and return the answer. If it is an error, leave the group and raise the error."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")

@@ -192,9 +192,7 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe how `other` first differs from this layout, or return None; its dtypes may also be any of
-        `converted`.
-        """
+        """Describe how `other` first differs from this layout, or return None; dtypes in `converted` may differ."""
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}

@@ -31,7 +31,7 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    # only for types: its import needs the server libraries
+    # imported for type checking only, because the import needs the server libraries
     from pipelinerl.environments.gateway import Gateway, SampleTurn
     from pipelinerl.environments.tool_loop import Toolbox
 

@@ -156,7 +156,7 @@ class MemoryStream:
         self._logs.clear()
 
     async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
-        """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return what it finds."""
+        """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return the entries found."""
         deadline = time.monotonic() + block_s
         while not (entries := look()) and (left := deadline - time.monotonic()) > 0:
             try:

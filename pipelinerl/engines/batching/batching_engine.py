@@ -339,7 +339,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # the body of `pipelinerl.system.background.tell`, to save a call per step
+        try:  # repeats the body of `pipelinerl.system.background.tell`, to save a call per step
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():

@@ -243,7 +243,8 @@ class CoreLoop:
         """End the core and the thread; return whether they ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            if self._stepping is not None:  # `_end` clears `_stepping` before the event loop closes
+            # then the event loop is open: `_end` clears `_stepping` before the loop closes
+            if self._stepping is not None:
                 self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -424,7 +425,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # samples that ended at a stop string, which only this process knows
+        if surplus:  # the core does not know stop strings, so it still samples these
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:

@@ -129,7 +129,8 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # rows at position 0 had no prefill
+        # prompts of one token have no prefill, which would begin the row
+        self._begin([state.row for state in states if state.position == 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
@@ -172,7 +173,7 @@ class TorchRunner:
         """
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
-        if log is not None:  # without cache reuse, because the routing of every token is needed
+        if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
             self._prefill_told(prefills, log)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]

@@ -62,7 +62,7 @@ class InitProcessGroupRequest(Wire):
 
     Attributes:
         rendezvous_host: host of the trainer's TCP store. If a rank is missing, the trainer closes the store, and all
-            waiting joins fail at once.
+            waiting joins fail immediately.
         rendezvous_port: port of the store, which is open before any engine is asked to join.
         rank: this engine's rank, 1 or above.
         connections: connection pattern of a gloo group; None lets gloo connect all pairs.

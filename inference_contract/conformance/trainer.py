@@ -139,7 +139,7 @@ class KitTrainer:
             assert answer.status_code == 200, f"joining must answer 200, got {answer.status_code}: {answer.text[:300]}"
 
     def leave(self) -> None:
-        """Leave the group; an engine that waits in a broadcast notices at once."""
+        """Leave the group; an engine that waits in a broadcast notices immediately."""
         self._group = None
 
     def _joined(self, generation: int) -> Any:

@@ -40,7 +40,7 @@ def kit_trainer(session: Session) -> KitTrainer:
 
 
 def update_without_group_is_refused(session: Session) -> None:
-    """PREPARE for a group that was never joined is rejected at once."""
+    """PREPARE for a group that was never joined is rejected immediately."""
     trainer = kit_trainer(session)
     refused(trainer.update("prepare", trainer.next_version(), generation=trainer.generation + 500), 409)
 
@@ -73,7 +73,7 @@ def higher_generation_replaces(session: Session) -> None:
 
 
 def join_fails_when_rendezvous_closes(session: Session) -> None:
-    """A join fails at once if its trainer closes the rendezvous, and the previous group stays usable."""
+    """A join fails immediately if its trainer closes the rendezvous, and the previous group stays usable."""
     trainer = kit_trainer(session)
     trainer.formed()
     began = time.monotonic()

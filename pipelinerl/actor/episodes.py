@@ -252,7 +252,7 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order. The first failure cancels the other episodes and is raised itself, not grouped."""
+    """Return the results in order. The first failure cancels the rest and is raised alone, not in an ExceptionGroup."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -286,7 +286,7 @@ class DecodeLoop:
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """End the requests of rows without a finite log-prob, and remove these rows from both lists in place."""
+        """End the requests of rows without a finite log-prob, and remove these rows from both arguments in place."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}

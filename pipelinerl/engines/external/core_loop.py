@@ -243,7 +243,7 @@ class CoreLoop:
         """End the core and the thread; return whether they ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            # then the event loop is open: `_end` clears `_stepping` before the loop closes
+            # `_end` clears `_stepping` before the event loop closes, so the loop is open here
             if self._stepping is not None:
                 self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)

@@ -379,7 +379,7 @@ def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
-    """Return the layout of the parameters of `config` in `dtype`; those inside layers are listed once per layer."""
+    """Return the layout of the parameters of `config` in `dtype`; parameters of layers have an entry per layer."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=parameter.name_at(layer or 0), shape=parameter.shape, dtype=DType(dtype.name))

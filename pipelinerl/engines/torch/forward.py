@@ -49,7 +49,7 @@ def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int, kern
 
 @final
 class ModuleForward:
-    """transformers' own modules, with this project's attention and cache."""
+    """Forward through transformers' own modules, with this project's attention and cache."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

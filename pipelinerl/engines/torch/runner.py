@@ -129,7 +129,7 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        # prompts of one token have no prefill, which would begin the row
+        # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -231,7 +231,7 @@ class TorchRunner:
         self.decode(1)
 
     def decoded_in_batch(self, count: int) -> tuple[list[int], list[float]]:
-        """Decode a token of a fixed prompt, in a batch of as many rows as there are up to `count`; return the result.
+        """Decode one token of a fixed prompt in a batch of `count` rows (at most all); return its id and log-prob.
 
         Run it before any request: the rows and their cache are cleared.
         """

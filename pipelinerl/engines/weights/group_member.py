@@ -193,7 +193,7 @@ class GroupMember:
         return made
 
     def _promote(self) -> None:
-        """Make the join with the highest generation, of those that have ended, the current membership."""
+        """Make the ended join with the highest generation the current membership, unless a later one is current."""
         ended = [joining for joining in self._joining.values() if joining.joining.done()]
         for candidate in sorted(ended, key=lambda one: one.request.generation):
             generation, before = candidate.request.generation, self._membership

@@ -3,9 +3,9 @@
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
 
-A server reports only at the end of a sample which weights sampled which tokens. A token is therefore delivered at once
-only if no update has begun since its sample began. Any other token waits for the sample's end and the server's report.
-The version is never inferred from a token's arrival time.
+A server reports only at the end of a sample which weights sampled which tokens. A token is therefore delivered
+immediately only if no update has begun since its sample began. Any other token waits for the sample's end and the
+server's report. The version is never inferred from a token's arrival time.
 
 The engine ends if the server stops responding or behaves unexpectedly (a status other than 200, a broken stream,
 weights from another client), because it is then unknown which weights would sample.

@@ -91,7 +91,7 @@ class SglangServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if top-k or top-p apply: SGLang reports log-probs from before both."""
+        """Raise `InvalidRequest` if top-k or top-p apply, because SGLang reports log-probs from before truncation."""
         refuse_beyond(request, frozenset(), "this engine's server")
         if request.temperature > 0 and (request.top_k or request.top_p < 1):
             raise InvalidRequest(

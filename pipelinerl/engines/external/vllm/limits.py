@@ -58,7 +58,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "seed": seed_of(sequence),
         "max_tokens": sequence.token_limit,
         "stop_token_ids": sorted(request.stop_ids),
-        "logprobs": request.num_top,  # vLLM reports the sampled token in addition to these
+        "logprobs": request.num_top,  # the sampled token is reported in addition to these likeliest ones
         "detokenize": False,
     }
     if request.min_p:

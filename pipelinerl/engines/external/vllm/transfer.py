@@ -19,7 +19,7 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 
-#: The backend's name on the command line, repeated in `server_api`: neither module can import the other where it runs.
+#: The backend's name on the command line, repeated in `server_api`: neither module can import the other in its process.
 BACKEND: Final = "pipelinerl"
 
 

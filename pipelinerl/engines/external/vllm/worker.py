@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker processes; vLLM imports this module there before it loads the model.
+"""Extension of vLLM's worker processes; each worker imports this module before it loads the model.
 
 `StagedWeights` is mixed into the worker (`worker_extension_cls`) and called by `collective_rpc`, between two steps.
 Every worker of a tensor-parallel engine maps the same bytes and takes its own slices, as vLLM's loaders do from disk.

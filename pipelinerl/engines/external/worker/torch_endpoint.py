@@ -1,6 +1,6 @@
 """`serve_endpoints`: joins weight groups for an engine, in the worker that has the device; see `worker_endpoint`.
 
-Each membership has two threads. The first executes the engine's orders. The second notices at once when the engine
+Each membership has two threads. The first executes the engine's orders. The second notices immediately when the engine
 closes the socket, even during a receive. Both threads are unblocked by the group, by its deadlines, and by the death of
 the engine's process.
 """

@@ -1,7 +1,7 @@
 """`SharedBytes`: a flat buffer that several local processes map, so that weights pass between them without a copy.
 
-The buffer has a name only until the other side has attached. Then it lives exactly as long as the processes that map
-it, however they end.
+The buffer has a name only until the other side has attached. From then on the buffer lives exactly as long as the
+processes that map it, however these processes end.
 """
 
 from __future__ import annotations

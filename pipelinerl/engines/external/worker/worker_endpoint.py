@@ -83,7 +83,7 @@ class WorkerEndpointFactory:
             door.bind(str(path))
             door.listen(1)
             yield path
-            door.setblocking(False)  # fail at once if no connection is queued
+            door.setblocking(False)  # fail instead of waiting if no connection is queued
             try:
                 self._line, _ = door.accept()
             except BlockingIOError:

@@ -230,9 +230,7 @@ def _grammar_of(request: Request) -> StructuredOutputsParams | None:
 
 
 def _check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support; the core would end the sample without an
-    error.
-    """
+    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support; the core would hide the error."""
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
     except (VLLMValidationError, ValueError) as error:

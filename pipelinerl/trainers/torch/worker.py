@@ -22,7 +22,7 @@ from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, restored_state
+from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
 from pipelinerl.trainers.torch.options import attention_of, compile_of
 from pipelinerl.trainers.torch.packed.planner import planning
@@ -101,7 +101,10 @@ class TorchWorker:
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         model = accelerator.prepare(loaded.model)
-        apart: dict[Tensor, Tensor] = {trained[name]: master for name, master in masters.items()}
+        rounding = spec.rounding if loaded.gather_dtype is torch.bfloat16 else Rounding.NEAREST
+        apart = {trained[name]: Master(name, values, rounding) for name, values in masters.items()}
+        for parameter, master in apart.items():
+            parameter.detach().copy_(master.rounded(master.values))
         optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,
@@ -178,9 +181,9 @@ class TorchWorker:
         return self.served
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
-        if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
-            own = self.masters.get(name, own)
-        return rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+        if self.gather_dtype is own.dtype:  # parameters with masters are bf16, rounded as engines hold them
+            return own
+        return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""

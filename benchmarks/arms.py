@@ -256,14 +256,14 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return spread if len(known) == len(values) else f"{spread} ({len(known)} of {len(values)})"
 
 
-def panels(path: Path, draw: Callable[[Sequence[Any]], None]) -> Path:
-    """Save a picture of four panels, which `draw` fills, to `path`."""
+def panels(path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2) -> Path:
+    """Save a picture of `lines` times two panels, which `draw` fills, to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 3.5 * lines), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(2, 2).flat)
+    axes = list(figure.subplots(lines, 2).flat)
     draw(axes)
     for each in axes:
         each.grid(color="#e4e7ec", linewidth=0.8)

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
+
 from benchmarks.arms import (
     PICTURES,
     Column,
@@ -274,20 +276,23 @@ def run(
 
 
 def plot(path: Path = PICTURES / "schedules.png") -> Path:
-    """Draw the training reward over seconds of every arm and cell, a line per seed."""
+    """Draw the training reward over seconds of every arm and cell: the mean over the seeds, and their range."""
     records = [
         recorded(each.stem) for each in sorted(RESULTS.glob("schedules_*.json")) if not each.stem.endswith(_TRIALS)
     ]
     rows = [row for record in records for row in record]
+    cells_of_rows = list(dict.fromkeys(row["cell"] for row in rows))
     colours = dict(zip([each.name for each in schedules()], _COLOURS, strict=True))
 
     def draw(axes: Sequence[Any]) -> None:
-        for panel, cell in zip(axes, dict.fromkeys(row["cell"] for row in rows), strict=False):
+        for panel, cell in zip(axes, cells_of_rows, strict=False):
             for name, runs in by_arm([row for row in rows if row["cell"] == cell]).items():
-                for number, row in enumerate(runs):
-                    label = None if number else name
-                    panel.plot(*row["by_seconds"], color=colours[name], linewidth=1.1, alpha=0.85, label=label)
+                seconds = np.linspace(0, min(row["by_seconds"][0][-1] for row in runs), 200)
+                rewards = [np.interp(seconds, *row["by_seconds"]) for row in runs]
+                panel.plot(seconds, np.mean(rewards, axis=0), color=colours[name], linewidth=1.6, label=name)
+                low, high = np.min(rewards, axis=0), np.max(rewards, axis=0)
+                panel.fill_between(seconds, low, high, color=colours[name], alpha=0.12, linewidth=0)
             panel.set(title=cell, xlabel="seconds of training", ylabel="training reward")
             panel.legend(frameon=False, fontsize=8)
 
-    return panels(path, draw)
+    return panels(path, draw, lines=-(-len(cells_of_rows) // 2))

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast, final
@@ -71,8 +71,9 @@ class TorchWorker:
     trained: Mapping[str, torch.nn.Parameter]
     #: Parameters that passes under autocast use in bf16 alone.
     narrow: frozenset[str] = frozenset()
-    #: The weights of this version as engines hold them, once a pass or an engine has asked for them.
-    served: Mapping[str, Tensor] | None = None
+    #: A policy's weights of this version as engines hold them. They are made with the version, before a publication on
+    #: a stream of its own reads them.
+    served: Mapping[str, Tensor] = field(default_factory=dict)
     adapters: Adapters | None = None
     base_digest: str = ""
     model_version: int = 0
@@ -130,6 +131,7 @@ class TorchWorker:
                 optimizer.state[trained[name]] = restored_state(its, trained[name], options)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
+        worker._serve()
         return worker
 
     @property
@@ -169,16 +171,14 @@ class TorchWorker:
         Engines that round weights sample from another policy than the fp32 weights. The gradient ignores the rounding
         (straight-through). Adapters are merged before rounding, so a trainer with adapters computes with its own.
         """
-        if self.gather_dtype is torch.float32 or self.adapters is not None or self.spec.head is not Head.POLICY:
+        if self.gather_dtype is torch.float32 or not self.served:
             return nullcontext()
-        served = self._served()
-        return _lent(self.named_parameters(), lambda name, _: served[name], narrow=self.narrow)
+        return _lent(self.named_parameters(), lambda name, _: self.served[name], narrow=self.narrow)
 
-    def _served(self) -> Mapping[str, Tensor]:
-        """Return the weights of this version as engines hold them; in fp32 the trainer's own memory."""
-        if self.served is None:
+    def _serve(self) -> None:
+        """Round this version's weights as engines hold them; fp32 is the trainer's own memory."""
+        if self.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
-        return self.served
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
         if self.gather_dtype is own.dtype:  # parameters with masters are bf16, rounded as engines hold them
@@ -226,11 +226,12 @@ class TorchWorker:
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.served = None
+        self.served = {}
         before = None if self.probe is None else self.probe.read()
         self.optimizer.step()
         seen = None if self.probe is None or before is None else self.probe.share(before, self.probe.read())
         self.discard_gradient()
+        self._serve()
         self.model_version += 1
         self.random = torch_state.RandomState.now()
         return StepStats(self.model_version, norm, learning_rate, seen)
@@ -247,11 +248,12 @@ class TorchWorker:
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield detached tensors; for an fp32 model that is trained whole, the trainer's own memory."""
-        if self.adapters is None:
-            yield from self._served().items()
-            return
         for name, own in self.own.items():
-            yield name, rounded(self.adapters.merged(name, own), self.gather_dtype, self.spec.rounding, name=name)
+            if self.adapters is not None:
+                own = self.adapters.merged(name, own)
+                yield name, rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+            else:
+                yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""

@@ -106,12 +106,14 @@ def measured(
     *,
     quick: bool,
     judged: bool = True,
+    repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
     """Return the figures of every job, and run the jobs that are not in the record yet.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
+        repeats: whether a run that other programs disturbed is repeated once.
         summary: further entries of the record, computed from the runs so far.
     """
     known = [] if quick else recorded(benchmark)
@@ -119,7 +121,7 @@ def measured(
     seconds: list[float] = []
     for number, job in enumerate(jobs):
         row = next((each for each in known if job.key.items() <= each.items()), None)
-        if row is None or (row.get("others", 0.0) > _DISTURBED and not row.get("repeated")):
+        if row is None or (repeats and row.get("others", 0.0) > _DISTURBED and not row.get("repeated")):
             began, meter = time.monotonic(), _OtherWork()
             ran = job.key | figures(job, train(job, judged=judged)) | meter.figures()
             seconds.append(time.monotonic() - began)

@@ -7,7 +7,7 @@
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
 All arms share code, prompts, noise, objective and rollouts per optimizer step. Trials with a separate seed choose each
-arm's learning rate (half, once or twice the recipe's) by the final reward and, for conventional RL, the fastest use of
+arm's learning rate (half, once or twice the recipe's) by the mean reward and, for conventional RL, the fastest use of
 the cores (one thread per process, a thread per core, or an engine per core). Every arm of every cell, a distribution of
 answer lengths, runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
 conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute
@@ -218,7 +218,14 @@ class Trials:
             place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
         }
         rows = iter(
-            measured(self.name, [job for each in jobs.values() for job in each], figures, quick=False, judged=False)
+            measured(
+                self.name,
+                [job for each in jobs.values() for job in each],
+                figures,
+                quick=False,
+                judged=False,
+                repeats=False,
+            )
         )
         merits = {place: [self.merit(next(rows)) for _ in several] for place, several in jobs.items()}
         return {place: self.candidates[place][each.index(max(each))] for place, each in merits.items()}
@@ -240,7 +247,7 @@ def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tu
         ]
         for cell, arm in places
     }
-    return Trials(f"{name}_rates", rates, lambda row: row["reward"]).best()
+    return Trials(f"{name}_rates", rates, lambda row: row["area"]).best()
 
 
 def _rate(cell: Cell) -> float:

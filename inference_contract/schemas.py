@@ -27,11 +27,11 @@ _TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 
 #: Idle fields of a chat request.
 _IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
-    # OpenAI's fields
+    # fields of OpenAI's API
     "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "prediction": (),
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "store": (False,), "tools": ([],), "verbosity": (), "web_search_options": (),
-    # vLLM's fields
+    # fields of vLLM's API
     "add_generation_prompt": (True,), "add_special_tokens": (False,), "allowed_token_ids": (), "bad_words": ([],),
     "chat_template": (), "continue_final_message": (False,), "documents": ([],), "echo": (False,),
     "include_stop_str_in_output": (False,), "length_penalty": (1,), "logprob_token_ids": (), "min_tokens": (0,),
@@ -75,7 +75,8 @@ def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[An
 
 # --- chat completions --------------------------------------------------------------------------------------------
 
-#: Bounds within which engines sample in float32 and count in int32. A temperature of 0 is allowed too: it is greedy.
+#: Bounds within which sampling in float32 and counts in int32 are safe. A temperature of 0, greedy sampling, is allowed
+#: too.
 LEAST_TEMPERATURE: Final = 1e-5
 LEAST_TOP_P: Final = 1e-6
 MOST_TOP_K: Final = 2**31 - 1

@@ -18,7 +18,7 @@ _NEXT: Final = [{"role": "user", "content": "2 + 3 = "}]
 _RESULT: Final = [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}]
 #: Seeds to try until an answer ends by itself.
 _SEEDS: Final = 24
-#: Tolerance between two log-probs of one distribution, in nats.
+#: Tolerance in nats between the log-probs of a token when the same prompt is sent in two ways.
 _APART: Final = 1e-3
 
 

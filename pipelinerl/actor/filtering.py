@@ -38,7 +38,7 @@ class Filtering:
             return ""
         verdicts = [each.rollout.verdict for each in made]
         if not any(verdict.outcome.is_judgement for verdict in verdicts):
-            return ""  # the trainer drops groups in which the verifier failed on every answer
+            return ""  # needs no filter: the trainer drops groups in which the verifier failed on every answer
         sampled = [
             SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
             for each in made

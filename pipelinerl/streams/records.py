@@ -167,7 +167,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         *further.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
-    # Identify outcomes by `id`, because hashing an enum member runs Python code.
+    # Identify outcomes by `id`, because hashing an enum member runs slow Python code.
     verdicts = [rollout.verdict for rollout in rollouts]
     findings, rollout_findings = _distinct(
         [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]

@@ -47,8 +47,8 @@ from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
 
 log = logging.getLogger("pipelinerl")
 
-# A script, because it can stop at the first payload that is rejected (out of memory, say). A pipeline or MULTI would
-# append the later ones, and the retry would then skip the rejected one as "not above the last".
+# Appends run as a script, because a script can stop at the first payload that is rejected (out of memory, say). A
+# pipeline or MULTI would append the later ones, and the retry would then skip the rejected one as "not above the last".
 _APPEND: Final = """
 local first, added = tonumber(ARGV[1]), 0
 for i = 2, #ARGV do
@@ -70,7 +70,7 @@ if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then 
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
-#: Large appends are split, because a script call blocks the server and a larger one exceeds its caches.
+#: Large appends are split, because a script call blocks the server, and a larger one exceeds the server's CPU caches.
 _MAX_APPEND_BYTES: Final = 1 << 20
 #: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53

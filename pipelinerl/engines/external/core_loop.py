@@ -424,7 +424,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # samples that ended at a stop string, which only this process knows
+        if surplus:  # the core does not know stop strings, so it still samples these
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:

@@ -157,7 +157,8 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            changes |= {"continue_token_ids": None, "continue_from": None}  # `prompt_token_ids` replace these
+            # `prompt_token_ids` replace these two fields
+            changes |= {"continue_token_ids": None, "continue_from": None}
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
@@ -220,7 +221,7 @@ class LeastBusy:
     def __init__(self, ties: str = "") -> None:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
-        self._rank: dict[str, tuple[int, str]] = {}  # keys are the engines that may be picked
+        self._rank: dict[str, tuple[int, str]] = {}  # has an entry for each engine that may be picked
         self._heap: list[tuple[int, tuple[int, str]]] = []
 
     @property

@@ -68,7 +68,8 @@ def attend_decode(
     """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
     rows, q_heads, _, head_dim = query.shape
     if plan.reading is CacheReading.KERNEL:
-        from pipelinerl.engines.torch.paged_attention import attend_blocks  # needs triton, part of CUDA builds of torch
+        # imported here, because it needs triton, which only CUDA builds of torch include
+        from pipelinerl.engines.torch.paged_attention import attend_blocks
 
         out = attend_blocks(
             query[:, :, 0], keys, values, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
@@ -86,7 +87,7 @@ def attend_decode(
         out = plan.sections.attend(grouped, keys, values, mask, scale, softcap)
         return out.view(rows, 1, q_heads, head_dim)
     key, value = in_order(keys, plan.table), in_order(values, plan.table)
-    if softcap is None:  # torch's attention sums in fp32 for every dtype
+    if softcap is None:  # use torch's attention, which sums in fp32 for every dtype
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
         scores = _capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)

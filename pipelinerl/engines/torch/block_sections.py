@@ -109,7 +109,7 @@ class BlockSections:
             base[rest.rows, rest.columns] = total + (place * heads * most + member) * group
             stride[rest.rows, rest.columns] = most * group
             total += more.size
-        places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # [K, n, H, G]
+        places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # shape [K, n, H, G]
         to_rows = places.transpose(0, 2, 3, 1).reshape(-1)
         places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
         to_sums = places.transpose(1, 0, 2, 3).reshape(-1)

@@ -73,7 +73,7 @@ class BlockTable:
         self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
         self._free = list(range(blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._entries: dict[_Key, tuple[int, int]] = {}  # each entry's number and block, by key
+        self._entries: dict[_Key, tuple[int, int]] = {}  # index entries by key: the number of the entry, and its block
         self._keys: dict[int, _Key] = {}  # keys of indexed blocks
         self._number = 0
 

@@ -55,7 +55,7 @@ def load_runner(
     if options.kernels is Kernels.BATCH_INVARIANT and device.type != "cpu":
         raise ModelError(f"model.kernels=batch_invariant runs on a CPU, and the device is {device.type}; leave it out")
     share = options.memory_share if device.type == "cuda" else None
-    if share is not None:  # so that this process fails before it harms others on the GPU
+    if share is not None:  # fail in this process before other processes run out of GPU memory
         torch.cuda.set_per_process_memory_fraction(share)
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config

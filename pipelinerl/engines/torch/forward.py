@@ -71,7 +71,7 @@ def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -
     """Load the causal language model in `path` for `TorchRunner`. Raises `ModelError` for unsupported attention."""
     try:
         model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
-    except KeyError as error:  # transformers' error for models whose attention is not replaceable
+    except KeyError as error:  # transformers raises this for models whose attention cannot be replaced
         raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
     text = model.config.get_text_config()
     if getattr(text, "kv_lora_rank", None):

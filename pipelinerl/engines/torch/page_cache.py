@@ -159,7 +159,7 @@ class PageCache:
     `spare`, into which rows without a sequence write.
     """
 
-    #: For transformers; False because shapes change from step to step.
+    #: Read by transformers. False, because shapes change from step to step.
     is_compileable = False
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 #: Tokens of a tile, half as many for wide heads.
 _TILE: Final = 64
-#: The target number of programs of a step, a few for each multiprocessor.
+#: The target number of kernel programs in a decode step: a few for each multiprocessor of the GPU.
 _PROGRAMS: Final = 512
 _MOST_SPLITS: Final = 32
 
@@ -133,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
         v = tl.load(values + entry[:, None] * WIDTH + across[None, :], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # softcap · tanh(scores / softcap)
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # equals softcap · tanh(scores / softcap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         faded, exps = tl.exp(most - larger), tl.exp(scores - larger[:, None])

@@ -94,7 +94,7 @@ class QuantizedWeights:
         for name, module in linears.items():
             _check_sizes(name, module)
             _replace(module, self._levels)
-        #: The name of each quantised parameter's scale.
+        #: Maps the name of each quantised parameter to the name of its scale.
         self._scales = {name: f"{name.removesuffix('weight')}scale" for name in linears}
         self._served = dict(model.named_parameters())
         unknown = self._served.keys() - {spec.name for spec in self.layout.parameters} - set(self._scales.values())

@@ -172,7 +172,7 @@ class TorchRunner:
         """
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
-        if log is not None:  # without cache reuse, because the routing of every token is needed
+        if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
             self._prefill_told(prefills, log)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]

@@ -45,7 +45,8 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
-        self._views: dict[int, dict[str, Tensor]] = {}  # views of the parameters by the address of their buffer
+        # views of all parameters by name, for each buffer, by its address
+        self._views: dict[int, dict[str, Tensor]] = {}
         self._staged: Tensor | None = None
         self._current = self._buffer()
         offset = 0

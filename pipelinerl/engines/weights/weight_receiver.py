@@ -222,7 +222,7 @@ class WeightReceiver:
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """Drop the update of earlier epochs, and reject their trainers. Raises `StaleVersion` or `InvalidRequest`."""
+        """Drop the update of an earlier epoch, or reject the request. Raises `StaleVersion` or `InvalidRequest`."""
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "

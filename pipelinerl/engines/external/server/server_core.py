@@ -156,7 +156,7 @@ class ServerCore:
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
         self._ask_every_s = ask_every_s
-        self._sign_of_life_at = 0.0  # monotonic seconds at the last response
+        self._sign_of_life_at = 0.0  # time of the last response, in monotonic seconds
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:

@@ -135,8 +135,9 @@ class VllmCore:
         """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
         requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
-            # The core handles calls in order, so a pause makes it begin the samples together. The core answers the
-            # pause only when it has no samples left. Waiting for that here would serialise requests.
+            # The core handles calls in order, so a pause and a resume after the requests make all samples begin in the
+            # same step. The core answers the pause only when it has no samples left; waiting for that here would
+            # serialise requests.
             pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
             self._unanswered.add(pausing)
             pausing.add_done_callback(self._answered)

@@ -65,7 +65,7 @@ def from_options(options: EngineOptions) -> Engine:
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:
-        _prepare_environment(options)  # set before vLLM is imported, because the import reads it
+        _prepare_environment(options)  # before the import of vLLM, which reads the environment
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)

@@ -122,7 +122,7 @@ class _Membership:
             return
         if self._landing is None or self._landing.numel() < end - start:
             self._landing = torch.empty(end - start, dtype=torch.uint8, device=self._device)
-        with torch.cuda.stream(torch.cuda.Stream()):  # decoding continues in its own stream
+        with torch.cuda.stream(torch.cuda.Stream()):  # another CUDA stream, so that decoding continues
             self._group.broadcast(self._landing[: end - start], deadline=deadline)
             part.copy_(self._landing[: end - start])
 

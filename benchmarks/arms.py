@@ -106,12 +106,14 @@ def measured(
     *,
     quick: bool,
     judged: bool = True,
+    repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
     """Return the figures of every job, and run the jobs that are not in the record yet.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
+        repeats: whether a run that other programs disturbed is repeated once.
         summary: further entries of the record, computed from the runs so far.
     """
     known = [] if quick else recorded(benchmark)
@@ -119,7 +121,7 @@ def measured(
     seconds: list[float] = []
     for number, job in enumerate(jobs):
         row = next((each for each in known if job.key.items() <= each.items()), None)
-        if row is None or (row.get("others", 0.0) > _DISTURBED and not row.get("repeated")):
+        if row is None or (repeats and row.get("others", 0.0) > _DISTURBED and not row.get("repeated")):
             began, meter = time.monotonic(), _OtherWork()
             ran = job.key | figures(job, train(job, judged=judged)) | meter.figures()
             seconds.append(time.monotonic() - began)
@@ -256,14 +258,14 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return spread if len(known) == len(values) else f"{spread} ({len(known)} of {len(values)})"
 
 
-def panels(path: Path, draw: Callable[[Sequence[Any]], None]) -> Path:
-    """Save a picture of four panels, which `draw` fills, to `path`."""
+def panels(path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2) -> Path:
+    """Save a picture of `lines` times two panels, which `draw` fills, to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 3.5 * lines), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(2, 2).flat)
+    axes = list(figure.subplots(lines, 2).flat)
     draw(axes)
     for each in axes:
         each.grid(color="#e4e7ec", linewidth=0.8)

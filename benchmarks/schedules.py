@@ -7,7 +7,7 @@
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
 All arms share code, prompts, noise, objective and rollouts per optimizer step. Trials with a separate seed choose each
-arm's learning rate (half, once or twice the recipe's) by the final reward and, for conventional RL, the fastest use of
+arm's learning rate (half, once or twice the recipe's) by the mean reward and, for conventional RL, the fastest use of
 the cores (one thread per process, a thread per core, or an engine per core). Every arm of every cell, a distribution of
 answer lengths, runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
 conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute
@@ -23,6 +23,8 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+import numpy as np
 
 from benchmarks.arms import (
     PICTURES,
@@ -216,7 +218,14 @@ class Trials:
             place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
         }
         rows = iter(
-            measured(self.name, [job for each in jobs.values() for job in each], figures, quick=False, judged=False)
+            measured(
+                self.name,
+                [job for each in jobs.values() for job in each],
+                figures,
+                quick=False,
+                judged=False,
+                repeats=False,
+            )
         )
         merits = {place: [self.merit(next(rows)) for _ in several] for place, several in jobs.items()}
         return {place: self.candidates[place][each.index(max(each))] for place, each in merits.items()}
@@ -238,7 +247,7 @@ def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tu
         ]
         for cell, arm in places
     }
-    return Trials(f"{name}_rates", rates, lambda row: row["reward"]).best()
+    return Trials(f"{name}_rates", rates, lambda row: row["area"]).best()
 
 
 def _rate(cell: Cell) -> float:
@@ -274,20 +283,23 @@ def run(
 
 
 def plot(path: Path = PICTURES / "schedules.png") -> Path:
-    """Draw the training reward over seconds of every arm and cell, a line per seed."""
+    """Draw the training reward over seconds of every arm and cell: the mean over the seeds, and their range."""
     records = [
         recorded(each.stem) for each in sorted(RESULTS.glob("schedules_*.json")) if not each.stem.endswith(_TRIALS)
     ]
     rows = [row for record in records for row in record]
+    cells_of_rows = list(dict.fromkeys(row["cell"] for row in rows))
     colours = dict(zip([each.name for each in schedules()], _COLOURS, strict=True))
 
     def draw(axes: Sequence[Any]) -> None:
-        for panel, cell in zip(axes, dict.fromkeys(row["cell"] for row in rows), strict=False):
+        for panel, cell in zip(axes, cells_of_rows, strict=False):
             for name, runs in by_arm([row for row in rows if row["cell"] == cell]).items():
-                for number, row in enumerate(runs):
-                    label = None if number else name
-                    panel.plot(*row["by_seconds"], color=colours[name], linewidth=1.1, alpha=0.85, label=label)
+                seconds = np.linspace(0, min(row["by_seconds"][0][-1] for row in runs), 200)
+                rewards = [np.interp(seconds, *row["by_seconds"]) for row in runs]
+                panel.plot(seconds, np.mean(rewards, axis=0), color=colours[name], linewidth=1.6, label=name)
+                low, high = np.min(rewards, axis=0), np.max(rewards, axis=0)
+                panel.fill_between(seconds, low, high, color=colours[name], alpha=0.12, linewidth=0)
             panel.set(title=cell, xlabel="seconds of training", ylabel="training reward")
             panel.legend(frameon=False, fontsize=8)
 
-    return panels(path, draw)
+    return panels(path, draw, lines=-(-len(cells_of_rows) // 2))

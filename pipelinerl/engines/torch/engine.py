@@ -11,6 +11,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, served_weights
@@ -63,6 +64,11 @@ def load_runner(
     if options.head_precision is HeadPrecision.FP32:
         torch_logprobs.to_fp32(model, served=dtype, kernels=options.kernels)
     if options.kernels is Kernels.BATCH_INVARIANT:
+        if dtype is not torch.float32 and not LlamaForward.fits(model):
+            raise ModelError(
+                f"in {options.dtype}, {type(model).__name__} rounds otherwise than its trainer, so model.kernels="
+                "batch_invariant cannot make both equal; set engine.dtype=float32, or leave it out"
+            )
         torch_batch_invariant.use_in(model)
     weights = served_weights(model, options.weights)
     if device.type == "cuda" and cache_bytes is None:

@@ -6,6 +6,7 @@ donated to XLA, so memory never holds both old and new values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig
 from pipelinerl.models.jax_decoder import hidden_states, output_embedding
+from pipelinerl.numerics.dither import PERIOD, phase, thresholds
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
 from pipelinerl.trainers.jax.attention import PADDING, PackedAttention
@@ -96,6 +98,23 @@ class TrainerProgram:
         """Constrain each array to its parameter's sharding."""
         shardings = {p.name: jax_mesh.of_parameter(self.mesh, p) for p in self.config.parameters}
         return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
+
+
+def dithered(config: DecoderConfig, weights: Weights) -> Weights:
+    """Round f32 weights to bfloat16's values as engines hold them (`numerics.dither`); shards stay where they are."""
+    noise = jnp.asarray(thresholds())
+    return weights | {
+        each.name: _dithered(weights[each.name], noise, each.shape, each.names, weights[each.name].sharding)
+        for each in config.parameters
+    }
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _dithered(array: Array, noise: Array, shape: tuple[int, ...], names: tuple[str, ...], sharding: Sharding) -> Array:
+    phases = jnp.asarray([phase(name) for name in names], jnp.int32).reshape(-1, *[1] * len(shape))
+    places = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(1, *shape) + phases
+    bits = lax.bitcast_convert_type(array, jnp.int32) + noise[places.reshape(array.shape) % PERIOD]
+    return lax.with_sharding_constraint(lax.bitcast_convert_type(bits >> 16 << 16, jnp.float32), sharding)
 
 
 @partial(jax.jit, static_argnums=0)

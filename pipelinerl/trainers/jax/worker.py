@@ -31,7 +31,6 @@ from trainer_contract.host_weights import num_bytes
 from trainer_contract.types import (
     Device,
     Float32,
-    HeadPrecision,
     HostWeights,
     LossStats,
     MicroBatch,
@@ -59,6 +58,8 @@ class JaxWorker:
     model_version: int
     gradient: Weights | None = None
     rounding: Rounding = Rounding.NEAREST
+    #: The weights of this version as engines hold them, if they are dithered and a pass has asked for them.
+    served: Weights | None = None
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
@@ -74,8 +75,7 @@ class JaxWorker:
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)
-        if spec.head_precision is not HeadPrecision.FP32:  # with FP32, the program itself rounds the output layer
-            worker.rounding = spec.rounding
+        worker.rounding = spec.rounding
         return worker
 
     @property
@@ -92,7 +92,15 @@ class JaxWorker:
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Run `Trainer.forward` on this process's part of the mesh."""
-        return [_forward(self.program, self.weights, batch) for batch in batches]
+        return [_forward(self.program, self._served(), batch) for batch in batches]
+
+    def _served(self) -> Weights:
+        """Return the weights for passes: a policy's dithered weights; the program rounds to nearest by itself."""
+        if not self.dithers or self.config.scalar_head:
+            return self.weights
+        if self.served is None:
+            self.served = jax_program.dithered(self.config, self.weights)
+        return self.served
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
         """Run `forward` with other weights; rank 0 passes them and sends them over the mesh, others pass None."""
@@ -115,7 +123,9 @@ class JaxWorker:
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
         rows, columns = laid_out(self.program, batch)
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
-        gradient, device_loss, logprobs = jax_program.accumulate(self.program, objective, self.weights, so_far, columns)
+        gradient, device_loss, logprobs = jax_program.accumulate(
+            self.program, objective, self._served(), so_far, columns
+        )
         loss = float(device_loss)
         self.gradient = gradient  # the old buffers were donated, so keep the new ones whatever the loss
         if not math.isfinite(loss):
@@ -130,7 +140,7 @@ class JaxWorker:
     def optimizer_step(self, learning_rate: float) -> StepStats:
         """Clip and apply the gradient, then clear it; reject a gradient that is not finite."""
         assert self.gradient is not None, "the trainer has checked that there is a gradient"
-        gradient, self.gradient = self.gradient, None
+        gradient, self.gradient, self.served = self.gradient, None, None
         rate = np.float32(learning_rate)
         stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
         self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)

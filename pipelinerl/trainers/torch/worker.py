@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast, final
@@ -22,7 +22,7 @@ from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, restored_state
+from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
 from pipelinerl.trainers.torch.options import attention_of, compile_of
 from pipelinerl.trainers.torch.packed.planner import planning
@@ -71,8 +71,9 @@ class TorchWorker:
     trained: Mapping[str, torch.nn.Parameter]
     #: Parameters that passes under autocast use in bf16 alone.
     narrow: frozenset[str] = frozenset()
-    #: The weights of this version as engines hold them, once a pass or an engine has asked for them.
-    served: Mapping[str, Tensor] | None = None
+    #: A policy's weights of this version as engines hold them. They are made with the version, before a publication on
+    #: a stream of its own reads them.
+    served: Mapping[str, Tensor] = field(default_factory=dict)
     adapters: Adapters | None = None
     base_digest: str = ""
     model_version: int = 0
@@ -101,7 +102,10 @@ class TorchWorker:
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         model = accelerator.prepare(loaded.model)
-        apart: dict[Tensor, Tensor] = {trained[name]: master for name, master in masters.items()}
+        rounding = spec.rounding if loaded.gather_dtype is torch.bfloat16 else Rounding.NEAREST
+        apart = {trained[name]: Master(name, values, rounding) for name, values in masters.items()}
+        for parameter, master in apart.items():
+            parameter.detach().copy_(master.rounded(master.values))
         optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,
@@ -127,6 +131,7 @@ class TorchWorker:
                 optimizer.state[trained[name]] = restored_state(its, trained[name], options)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
+        worker._serve()
         return worker
 
     @property
@@ -166,21 +171,19 @@ class TorchWorker:
         Engines that round weights sample from another policy than the fp32 weights. The gradient ignores the rounding
         (straight-through). Adapters are merged before rounding, so a trainer with adapters computes with its own.
         """
-        if self.gather_dtype is torch.float32 or self.adapters is not None or self.spec.head is not Head.POLICY:
+        if self.gather_dtype is torch.float32 or not self.served:
             return nullcontext()
-        served = self._served()
-        return _lent(self.named_parameters(), lambda name, _: served[name], narrow=self.narrow)
+        return _lent(self.named_parameters(), lambda name, _: self.served[name], narrow=self.narrow)
 
-    def _served(self) -> Mapping[str, Tensor]:
-        """Return the weights of this version as engines hold them; in fp32 the trainer's own memory."""
-        if self.served is None:
+    def _serve(self) -> None:
+        """Round this version's weights as engines hold them; fp32 is the trainer's own memory."""
+        if self.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
-        return self.served
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
-        if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
-            own = self.masters.get(name, own)
-        return rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+        if self.gather_dtype is own.dtype:  # parameters with masters are bf16, rounded as engines hold them
+            return own
+        return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
@@ -223,11 +226,12 @@ class TorchWorker:
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.served = None
+        self.served = {}
         before = None if self.probe is None else self.probe.read()
         self.optimizer.step()
         seen = None if self.probe is None or before is None else self.probe.share(before, self.probe.read())
         self.discard_gradient()
+        self._serve()
         self.model_version += 1
         self.random = torch_state.RandomState.now()
         return StepStats(self.model_version, norm, learning_rate, seen)
@@ -244,11 +248,12 @@ class TorchWorker:
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield detached tensors; for an fp32 model that is trained whole, the trainer's own memory."""
-        if self.adapters is None:
-            yield from self._served().items()
-            return
         for name, own in self.own.items():
-            yield name, rounded(self.adapters.merged(name, own), self.gather_dtype, self.spec.rounding, name=name)
+            if self.adapters is not None:
+                own = self.adapters.merged(name, own)
+                yield name, rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+            else:
+                yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from inference_contract.errors import NotFinite
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, EngineMetrics
@@ -17,6 +17,7 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -24,7 +25,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
-from trainer_contract.types import Device
+from trainer_contract.types import Device, Kernels, WeightDType
 
 CONTEXT = 128
 
@@ -195,3 +196,15 @@ def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
 def test_context_length_beyond_the_models_is_rejected(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))
+
+
+def test_engine_refuses_batch_invariant_kernels_where_its_bits_would_differ_from_the_trainers(
+    options: EngineOptions, tmp_path: Path
+) -> None:
+    invariant = replace(options, kernels=Kernels.BATCH_INVARIANT)
+    with pytest.raises(ModelError, match="batch-invariant kernels serves native weights only"):
+        from_options(replace(invariant, weights=WeightFormat.INT8))
+    shape = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=CONTEXT)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel rounds otherwise than its trainer, .*engine\.dtype=float32"):
+        load_runner(replace(invariant, model_path=tmp_path, dtype=WeightDType.BFLOAT16))

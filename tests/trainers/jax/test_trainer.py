@@ -22,7 +22,7 @@ from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
 from trainer_contract.host_weights import copied
-from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
+from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, Rounding, TrainerSpec
 
 VOCAB = 48
 OBJECTIVE = resolve("pipelinerl")
@@ -255,11 +255,13 @@ def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_
     assert {array.dtype for _, array in trainer.gather_weights()} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize("head", HeadPrecision)
-def test_passes_use_weights_as_engines_hold_them(model_path, tmp_path, micro_batch, head):
+@pytest.mark.parametrize(
+    ("head", "rounding"), [(HeadPrecision.MODEL, Rounding.NEAREST), (HeadPrecision.FP32, Rounding.DITHERED)]
+)
+def test_passes_use_weights_as_engines_hold_them(model_path, tmp_path, micro_batch, head, rounding):
     path = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
-    trainer, batch = started(path, head_precision=head), micro_batch()
+    trainer, batch = started(path, head_precision=head, rounding=rounding), micro_batch()
     trainer.backward([batch], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-3)
     served = copied(trainer.gather_weights())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.torch_rank0 import batches, gradient, spec_of, steps
 from trainer_contract.host_weights import copied
-from trainer_contract.types import OptimizerSpec, Precision, WeightDType
+from trainer_contract.types import OptimizerSpec, Precision, Rounding, WeightDType
 
 HOST = {"optimizer": {"place": "host"}}
 SMALL = {"optimizer": {"moments": "bf16"}}
@@ -54,12 +54,21 @@ def test_20_trainer_steps_with_moments_on_the_host_match_the_device(
     assert apart <= (2e-6) ** 2 * sum(float((each**2).sum()) for each in theirs.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "gathered", "rounding"),
+    [
+        ("llama", WeightDType.FLOAT32, Rounding.NEAREST),
+        ("llama", WeightDType.BFLOAT16, Rounding.DITHERED),
+        ("gpt2", WeightDType.BFLOAT16, Rounding.NEAREST),
+        pytest.param("qwen2", WeightDType.BFLOAT16, Rounding.DITHERED, marks=pytest.mark.slow),
+    ],
+)
 def test_fp32_master_weights_on_the_host_give_bit_identical_results(
-    name: str, model_path: Callable[[str], Path], tmp_path: Path
+    name: str, gathered: WeightDType, rounding: Rounding, model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """In bf16, the device holds only bf16 copies of the weights of linear layers."""
-    model, fields = model_path(name), {"precision": Precision.BF16, "gather_dtype": WeightDType.FLOAT32}
+    model = model_path(name)
+    fields = {"precision": Precision.BF16, "gather_dtype": gathered, "rounding": rounding}
     whole, apart = (started(model, each, **fields) for each in ({}, HOST))
     masters = apart._worker.masters
     assert {apart._worker.trained[key].dtype for key in masters} == {torch.bfloat16}

@@ -11,7 +11,7 @@ to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw as fused_step
 
 from pipelinerl import rng
+from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from pipelinerl.trainers.torch.transfers import to_device
-from trainer_contract.types import OptimizerSpec
+from trainer_contract.types import OptimizerSpec, Rounding
 
 #: Number of elements stepped at once.
 _PIECE: Final = 2**22
@@ -63,12 +64,12 @@ def adamw(
     *,
     seed: int,
     shard: int = 0,
-    masters: Mapping[Tensor, Tensor] | None = None,
+    masters: Mapping[Tensor, Master] | None = None,
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    `seed` is that of stochastic rounding; processes with the same `shard` round alike. `masters` are fp32 values on the
-    host of parameters that are rounded on the device.
+    `seed` is that of stochastic rounding; processes with the same `shard` round alike. `masters` has the
+    parameters that are rounded on the device.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -100,6 +101,18 @@ def dtype_of(options: OptimizerOptions) -> torch.dtype:
     return _DTYPES[options.moments]
 
 
+class Master(NamedTuple):
+    """The fp32 values, on the host, of the parameter `name`, which the device holds in bf16."""
+
+    name: str
+    values: Tensor
+    rounding: Rounding
+
+    def rounded(self, values: Tensor, *, first: int = 0) -> Tensor:
+        """Return new values in bf16; their first element has the index `first` in the parameter."""
+        return rounded(values, torch.bfloat16, self.rounding, name=self.name, first=first)
+
+
 @final
 class PiecewiseAdamW:
     """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
@@ -114,7 +127,7 @@ class PiecewiseAdamW:
         options: OptimizerOptions,
         *,
         seed: int,
-        masters: Mapping[Tensor, Tensor],
+        masters: Mapping[Tensor, Master],
     ) -> None:
         self.param_groups = [{"lr": 0.0, **group} for group in groups]
         self.state: dict[Any, Any] = {}
@@ -148,7 +161,7 @@ class PiecewiseAdamW:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None, "the caller has looked"
         master = self._masters.get(parameter)
-        kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.view(-1)])
+        kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.values.view(-1)])
         values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
         noise = self._noise(parameter.device, int(state[STEP]), number)
         for piece in _pieces(len(values)):
@@ -172,7 +185,7 @@ class PiecewiseAdamW:
             )
             self._keep([mean, square], [each[piece] for each in kept[:2]], noise)
             if master is not None:
-                values[piece].copy_(stepped)
+                values[piece].copy_(master.rounded(stepped, first=piece.start))
                 _keep(stepped, kept[2][piece])
         state[STEP] += 1
 

@@ -1,0 +1,125 @@
+"""Simulate the schedules on 8, 64 and 512 H100s with 7 billion weights, from published hardware figures.
+
+Nothing is measured here. All arms train on 1,024 rollouts per optimizer step, with answers whose lengths are
+heavy-tailed (log-normal, median 900 tokens, at most 8,192). Conventional RL generates on all GPUs and then trains on
+all of them. The asynchronous arms divide the GPUs between engines and trainer; the best of several divisions counts.
+The figure is optimizer steps per hour, relative to those of conventional RL with G = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from benchmarks.measure import Row, print_table, write_record
+from inference_contract.weights import OnUpdate
+from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.published import mean_context, published_hardware
+from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
+from pipelinerl.simulation.simulator import simulate
+from pipelinerl.staleness import StalenessBounds
+
+GPUS: Final = (8, 64, 512)
+GENERATIONS: Final = (1, 4, 16)
+#: Rollouts of an optimizer step, rollouts of a group, prompt tokens, and sequences that an engine decodes at once.
+_BATCH: Final = 1024
+_GROUP: Final = 8
+_PROMPT: Final = 150
+_ROWS: Final = 128
+_LENGTHS: Final = HeavyTailedLengths(900.0, 0.8, 8192)
+_TABLE: Final = published_hardware("h100:7b")
+#: Shares of the GPUs that generate, of which the asynchronous arms take the best.
+_SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)
+_BOUNDS: Final[Mapping[str, StalenessBounds]] = {
+    "one step off": StalenessBounds(1, 2),
+    "in flight, k = 8": StalenessBounds(1, 8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """Figures of an arm on a number of GPUs, of which `engines` generate; conventional RL trains on the same ones."""
+
+    arm: str
+    gpus: int
+    engines: int
+    steps_per_hour: float
+    age: float
+    trainer_computes: float
+
+    def described(self, first: float) -> str:
+        """Return the figures in words, compared with `first` optimizer steps per hour."""
+        return (
+            f"{self.steps_per_hour / first:.2f} ({self.steps_per_hour:.0f} steps/h, {self.engines} generate, "
+            f"age {self.age:.1f}, trainer computes {self.trainer_computes:.0%})"
+        )
+
+
+def run(quick: bool = False) -> None:
+    """Simulate, print and record."""
+    scaled = [each for gpus in GPUS[: 1 if quick else None] for each in arms(gpus, steps=8 if quick else 40)]
+    first = {
+        each.gpus: each.steps_per_hour for each in reversed(scaled) if each.arm == f"conventional G = {GENERATIONS[0]}"
+    }
+    rows = [Row(f"{each.gpus} H100s: {each.arm}", each.described(first[each.gpus])) for each in scaled]
+    print_table("simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1", rows)
+    payload: dict[str, Any] = {"arms": [asdict(each) for each in scaled]}
+    write_record("schedules_at_scale", payload, quick=quick)
+
+
+def arms(gpus: int, *, steps: int) -> list[Scaled]:
+    """Simulate every arm on this number of GPUs."""
+    found = [_scaled(f"conventional G = {g}", gpus, gpus, g, conventional(gpus, g)) for g in GENERATIONS]
+    for name, bounds in _BOUNDS.items():
+        counts = [round(gpus * share) for share in _SHARES]
+        divided = {each: asynchronous(gpus, each, bounds, steps=steps) for each in counts}
+        engines = max(divided, key=lambda each: divided[each].steps_per_hour)
+        found.append(_scaled(name, gpus, engines, 1, divided[engines]))
+    return found
+
+
+def conventional(gpus: int, generation: int) -> Prediction:
+    """Simulate conventional RL with `generation` optimizer steps per generation."""
+    return _simulated(gpus, gpus, StalenessBounds(1, 1), OnUpdate.DRAIN, batches=generation, steps=4)
+
+
+def asynchronous(gpus: int, engines: int, bounds: StalenessBounds, *, steps: int) -> Prediction:
+    """Simulate `engines` GPUs that generate while the others train."""
+    return _simulated(engines, gpus - engines, bounds, OnUpdate.CONTINUE, batches=1, steps=steps)
+
+
+def _simulated(
+    engines: int, trainers: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
+) -> Prediction:
+    times = _TABLE.times(
+        engine_devices=1, trainer_devices=trainers, rows=_ROWS, context=mean_context(_LENGTHS, _PROMPT)
+    )
+    rollouts = _BATCH * batches
+    at_work = rollouts // _GROUP if bounds.k == 1 else 2 * engines * _ROWS // _GROUP
+    setting = SimulatedSetting(
+        steps=steps,
+        engines=engines,
+        slots=_ROWS,
+        bounds=bounds,
+        on_update=on_update,
+        rollouts_per_step=rollouts,
+        mini_batches=batches,
+        group_size=_GROUP,
+        lengths=_LENGTHS,
+        prompt_tokens=_PROMPT,
+        groups_in_flight=at_work,
+        max_groups=at_work + rollouts // _GROUP,
+    )
+    return simulate(setting, times)
+
+
+def _scaled(arm: str, gpus: int, engines: int, batches: int, found: Prediction) -> Scaled:
+    return Scaled(
+        arm=arm,
+        gpus=gpus,
+        engines=engines,
+        steps_per_hour=batches * found.steps_per_hour,
+        age=found.staleness_mean,
+        trainer_computes=found.trainer_computes,
+    )

@@ -25,7 +25,7 @@ from pipelinerl.types import Problem, Quota
 
 #: Golden ratio conjugate, (√5 − 1) / 2.
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
-#: A quota with blocks of one problem: shares hold only over many problems.
+#: Quota with blocks of one problem, for which the shares of the domains hold only over many problems.
 _NO_BLOCKS: Final = Quota(0, 1)
 
 
@@ -59,7 +59,7 @@ class Mixture:
         self._domains = tuple(domains)
         self._seed = seed
         self._quota = quota
-        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # of the latest block
+        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # latest block and its order
 
     def domain(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Domain:
         """Return the domain of problem `index`. `weights` by domain name, not all 0, override the domains' weights."""

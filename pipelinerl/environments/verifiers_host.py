@@ -138,7 +138,7 @@ def _place(text: str) -> str:
 
 
 def _offer_chat_harness() -> None:
-    """Make `ChatHarness` a plugin of verifiers, which cannot be imported before `sys.path` is set."""
+    """Register `ChatHarness` with verifiers. It is defined here, since verifiers can be imported only at run time."""
     import openai
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
@@ -147,10 +147,10 @@ def _offer_chat_harness() -> None:
     connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
 
     class ChatHarnessConfig(vf.HarnessConfig):
-        """No settings of its own."""
+        """Configuration of `ChatHarness`, which has no settings of its own."""
 
     class ChatHarness(vf.Harness[ChatHarnessConfig]):
-        """An agent that answers once in each segment, without tools and in this process."""
+        """An agent in this process, without tools, that answers once in each segment of a trace."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

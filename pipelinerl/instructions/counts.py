@@ -68,7 +68,7 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: an exact number of paragraphs, and the n-th one's first word."""
+    """`length_constraints:nth_paragraph_first_word`: a number of paragraphs, and the first word of the n-th."""
 
     num_paragraphs: Count
     nth_paragraph: Count

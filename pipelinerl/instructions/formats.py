@@ -59,7 +59,7 @@ class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether at least `num_sections` sections begin."""
+        """Return whether at least `num_sections` sections begin: the given word, followed by a number."""
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 

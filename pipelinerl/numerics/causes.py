@@ -32,7 +32,7 @@ class Mismatch:
     With d = log π_ours − log π_theirs and r = exp(d):
 
     Attributes:
-        mean, p50, p95, max: of |d|, in nats (RLAX, figure 5, reports mean and P95).
+        mean, p50, p95, max: statistics of |d|, in nats (RLAX, figure 5, reports mean and P95).
         max_probability: the largest |π_ours − π_theirs| (TIS note, figure 1).
         k1, k3: estimates of KL(theirs ‖ ours), −mean(d) and mean(r − 1 − d) (Schulman 2020).
         ess: effective sample size of the weights r as a fraction of the tokens, (Σr)² / (N·Σr²).
@@ -77,9 +77,9 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
-#: A token whose two probabilities differ by more than this is a contradiction (TIS note, figures 7 and 8).
+#: A token whose probabilities by trainer and sampler differ by more is a contradiction (TIS note, figures 7 and 8).
 CONTRADICTION: Final = 0.5
-#: Upper bounds of the age buckets. The buckets hold the ages 0, 1, 2, 3–4, 5–8, …
+#: Upper bounds of the buckets of tokens' ages in versions; the buckets are 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
 
 
@@ -111,7 +111,7 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Return the mask of each cause's tokens, bool [N], for a trainer that holds the weights `held_version`."""
+        """Return for each cause the mask of its tokens, bool [N], if the trainer holds the weights `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}

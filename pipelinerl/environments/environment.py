@@ -91,7 +91,7 @@ class Environment(Protocol):
 
 
 class History(StrEnum):
-    """Where the tokens of earlier turns come from when a conversation continues."""
+    """Origin of the tokens of earlier turns when a conversation continues."""
 
     EXACT = "exact"
     """The sampled tokens themselves: thinking stays in the context."""

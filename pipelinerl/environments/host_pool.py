@@ -58,7 +58,7 @@ class HostLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """How the code of an episode ended; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
+    """Record of how an episode's code ended; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
 
     how: str
     reason: str = ""

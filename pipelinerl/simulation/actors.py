@@ -124,7 +124,7 @@ class SimulatedActors:
         self.agenda.at(self._worked(group, self.times.answer_s * group.size), self._judge, group)
 
     def gave_up(self, group: SimulatedGroup) -> None:
-        """Drop a group that an engine was sampling, since it is now too old to be trained on."""
+        """Drop a group that an engine was sampling, since it is too old or has used up its attempts."""
         self._let_go(group)
         self.ended()
 

@@ -98,7 +98,7 @@ _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """What happened at one step boundary of an engine."""
+    """The groups that ended, were aborted, or changed version at one step boundary of an engine."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""

@@ -1,4 +1,4 @@
-"""How long each operation takes on some hardware, in seconds: calibrated, or from a table of published figures."""
+"""Seconds that each operation takes on some hardware, either calibrated or computed from published figures."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    is_program = attack.language != "python" and len(results) == 1  # the compiler failed: this is its output
+    is_program = attack.language != "python" and len(results) == 1  # no program ran: this is the compiler's output
     if b"ESCAPED" in last.stdout and not is_program:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])
@@ -182,7 +182,7 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        # cat reads from a pipe of this process, so it ends with this process
+        # cat reads from a pipe of this process, and therefore ends when this process ends
         process = stack.enter_context(
             subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
         )

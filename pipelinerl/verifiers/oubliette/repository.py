@@ -66,7 +66,7 @@ Content = bytes | Link
 
 
 def size_of(content: Content) -> int:
-    """Return the size of a content in bytes."""
+    """Return the number of bytes of `content`, which may be a link."""
     return content.size if isinstance(content, Link) else len(content)
 
 

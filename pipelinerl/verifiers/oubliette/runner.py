@@ -26,7 +26,7 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: Size from which contents are compared, read and hashed on a thread.
+#: Size in bytes from which contents are compared, read and hashed on a thread instead of the event loop.
 _LARGE: Final = 16 << 10
 #: Number of compiled checkers that are cached.
 _REMEMBERED: Final = 256
@@ -88,7 +88,7 @@ class CodeRunner(Protocol):
         ...
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of a content."""
+        """Return the bytes of `content`, which may be a link."""
         ...
 
     async def close(self) -> None:
@@ -213,7 +213,7 @@ class LocalRunner:
         return result.stdout
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of a content."""
+        """Return the bytes of `content`, which may be a link."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

@@ -154,7 +154,7 @@ def _place(tool: str) -> Path | None:
     if path is None:
         return None
     real = Path(os.path.realpath(path))
-    if real.name == "rustup":  # a shim that executes the selected toolchain's compiler
+    if real.name == "rustup":  # rustup executes the selected toolchain's compiler
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)

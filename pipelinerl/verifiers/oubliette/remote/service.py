@@ -92,7 +92,7 @@ class OublietteService:
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Stream uploaded data into the persistent repository. Raises `ContentTooLarge`."""
+        """Store uploaded data in the persistent repository as it arrives. Raises `ContentTooLarge`."""
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:

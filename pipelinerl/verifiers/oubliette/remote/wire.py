@@ -134,7 +134,7 @@ class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
     why: str
 
 
-#: Causes of `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
+#: Causes in `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
 LOST: Final = "lost"
 NO_CONTENT: Final = "no_content"
 CHECKER: Final = "checker"
@@ -156,7 +156,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class MissingRequest(msgspec.Struct, frozen=True):
-    """Links of data that the client may upload."""
+    """Links whose data the client will upload if the service lacks it."""
 
     links: Annotated[tuple[_LinkText, ...], Meta(max_length=100_000)]
 

@@ -58,7 +58,7 @@ class HostLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """Record of how an episode's code ended; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
+    """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
 
     how: str
     reason: str = ""

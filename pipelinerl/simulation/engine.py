@@ -98,7 +98,7 @@ _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """The groups that ended, were aborted, or changed version at one step boundary of an engine."""
+    """Changes at one step boundary of an engine: groups that ended or were aborted, and a new weight version."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""

@@ -4,7 +4,7 @@ Validation and held-out problems are distinct; training problems may repeat.
 
 The source `programs` requests a Python program that computes a function of a number x: "x times 7", or with two
 operations "(the larger of x and 7) minus 3". Each problem has tests for the verifier `oubliette`, and a ground truth
-that passes them. The function changes the first test's input, so a program that prints its input fails.
+that passes them. The first test's expected output differs from its input, so a program that prints its input fails.
 
     parameters = { operations = 1, max_number = 9, tests = 3 }
 """

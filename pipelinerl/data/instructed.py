@@ -55,7 +55,7 @@ _ENDINGS: Final = (
     "See you soon.", "Peace!",
 )  # fmt: skip
 
-#: Draws an instruction's parameters, given a random generator, the level and the request.
+#: Function that draws an instruction's parameters, given a random generator, the level and the request.
 _Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
 
 

@@ -121,7 +121,7 @@ class Completions:
         self._client = client
 
     async def create(self, *, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> Any:
-        """Return a completion whose fields are attributes."""
+        """Return the model's answer as OpenAI's completion object, whose fields are attributes."""
         return _as_attributes(await self._client.post("/chat/completions", _body(messages, options)))
 
 

@@ -84,7 +84,7 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A recorded turn.
+    """A turn whose answer has been sampled and recorded.
 
     Attributes:
         parent: the turn that this turn continues.

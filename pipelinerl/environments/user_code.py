@@ -15,7 +15,7 @@ from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.references import load_reference
 
-#: Plays one episode, and returns a reward, a bool, a `Verdict`, or None.
+#: Function that plays one episode, and returns a reward, a bool, a `Verdict`, or None.
 Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 

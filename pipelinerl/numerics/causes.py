@@ -33,7 +33,7 @@ class Mismatch:
 
     Attributes:
         mean, p50, p95, max: statistics of |d|, in nats (RLAX, figure 5, reports mean and P95).
-        max_probability: the largest |π_ours − π_theirs| (TIS note, figure 1).
+        max_probability: the largest |π_ours − π_theirs| (the TIS note, Yao et al. 2025, figure 1).
         k1, k3: estimates of KL(theirs ‖ ours), −mean(d) and mean(r − 1 − d) (Schulman 2020).
         ess: effective sample size of the weights r as a fraction of the tokens, (Σr)² / (N·Σr²).
     """
@@ -93,7 +93,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The trained tokens of all micro-batches of a step; columns [N].
+    """The trained tokens of all micro-batches of a step, as arrays with one entry per token, [N].
 
     Attributes:
         logprobs: f32, by the trainer's weights at the step. behavior_logprobs: f32, by the sampler.
@@ -158,8 +158,8 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
 
     Args:
         held_version: version of the weights that computed the trainer's log-probs.
-        cuts: masks, bool [N], of the tokens that the objective clipped, truncated or masked, by that name. Their share
-            is reported for each age.
+        cuts: for each treatment by the objective (`clipped`, `truncated`, `masked`), the mask of its tokens, bool [N].
+            The share of these tokens is reported for each age.
     """
     if tokens is None:
         return {}

@@ -174,7 +174,7 @@ BEHIND: Final = 1.0
 ESS: Final = 0.5
 #: Largest accepted share of the tokens of one age that the objective clips or masks; above it, most are wasted.
 CUT: Final = 0.5
-#: Remedies in recipe syntax. The TIS note's ablations use the cap C = 2.
+#: A remedy in recipe syntax. The ablations of the TIS note (Yao et al. 2025) use the cap C = 2.
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'

@@ -1,7 +1,7 @@
 """`calibrate` estimates the `Hardware` of finished runs from their events; `measure` computes a run's means.
 
-    engine         `engines` events: busy seconds by decode steps, rows and prompt tokens, non-negative least squares
-    trainer        `step` events: computing seconds by tokens and optimizer steps, or only by tokens if they hardly vary
+    engine         `engines` events: busy seconds, fitted to decode steps, rows and prompt tokens
+    trainer        `step` events: computing seconds, fitted to tokens and, if tokens vary enough, optimizer steps
     update         `publish` events
     verification   the traced groups of `step` events
     report         the part of a step's period that is neither waiting nor computing
@@ -105,7 +105,7 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication, without a wait for running rows (`drain`), which is simulated."""
+    """Return the mean times of a publication, without the wait of `drain` for running rows, which is simulated."""
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()

@@ -66,7 +66,7 @@ class WaitingGroups:
         return sum(map(len, self._by_version.values()))
 
     def offer(self, group: SimulatedGroup) -> None:
-        """Add a group."""
+        """Add a group that is ready to train."""
         heapq.heappush(self._by_version.setdefault(group.oldest, []), (group.index, group))
         self.rollouts += group.size
 

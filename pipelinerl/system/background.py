@@ -136,7 +136,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` is done, or for `timeout_s`; return True if it is done. The result is not retrieved.
+    """Wait until `future` is done, or for `timeout_s`; return True if it is done. Its result is not retrieved.
 
     This takes half the event-loop iterations of `asyncio.wrap_future`; engines wait here during each weight update.
     """

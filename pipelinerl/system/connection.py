@@ -130,7 +130,7 @@ class LimitedConnection:
         self._http.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Handle a part of the request's target."""
+        """Handle a part of the request's URL."""
         self._http.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -153,7 +153,7 @@ class LimitedConnection:
         self._stage, self._overhead = _Stage.IDLE, 0
         self._http.on_message_complete()
 
-    # Deadlines while waiting for the client.
+    # The following methods enforce deadlines while the server waits for the client.
 
     @property
     def _is_answered(self) -> bool:

@@ -1,7 +1,7 @@
 """`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
 
-HTTP libraries build each request from scratch. Here a request is prepared bytes: its head is cached for each peer, and
-all peers share its body.
+HTTP libraries build each request from scratch. Here requests are prepared as bytes: a request's head is cached for each
+peer, and all peers share its body.
 
 A connection carries one call at a time, and is reused only after a complete response. Every call has a deadline. A
 response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close an idle connection just as it is reused.

@@ -25,7 +25,7 @@ from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: An answer is checked on the event loop, which takes up to 5 ms, if characters · instructions is at most this number.
 _QUICK_CHARS: Final = 10_000
-#: Largest factor by which loose matching takes longer than strict matching.
+#: Loose matching takes at most this many times as long as strict matching.
 _LOOSE_COST: Final = 4
 #: Number of problems whose parsed instructions are cached.
 _KEPT: Final = 4096

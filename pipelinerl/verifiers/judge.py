@@ -174,7 +174,7 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the server, opened once. Votes that wait for its opening share a failure; later votes try again."""
+        """Return the server, opened by the first vote. Votes that wait meanwhile share a failure; later votes retry."""
         if self._server is not None:
             return self._server
         if self._opening is None:

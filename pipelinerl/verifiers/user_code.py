@@ -7,8 +7,9 @@
 
 A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. An exception,
 None, or an invalid value (no number, not finite, or above `MOST_REWARD`) gives a `verifier_error`, not a reward of 0.
-One exception keeps a model from learning to crash the function: if a synchronous function of one answer raises twice an
-error that a text can cause (`_OF_THE_TEXT`), and finds the ground truth correct, the answer is wrong.
+There is one special case, so that a model cannot learn to crash the function. If a synchronous function of one answer
+raises an error that a text can cause (`_OF_THE_TEXT`), raises one again in a second call, and finds the ground truth
+correct, the answer is wrong.
 
 An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other function runs in worker
 processes (`worker_pool.py`), which are killed at the deadline.
@@ -160,7 +161,7 @@ class RewardFunction:
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
-    """Return whether the function's first two parameters take the problem and the text by position."""
+    """Return whether the first two parameters, `placed`, are a problem and an answer's text, passed by position."""
     if len(placed) < 2 or any(each.default is not each.empty for each in placed):
         return False
     first, second = (each.name for each in placed)

@@ -73,7 +73,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """Take the curriculum's settings out of a recipe's `parameters`. Raises `RecipeError` for invalid values."""
+        """Build a curriculum from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")

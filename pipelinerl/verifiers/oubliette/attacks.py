@@ -1,7 +1,7 @@
 """`ATTACKS`: programs that try to break out of a sandbox; `probe.py` runs them.
 
-An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox prevents it. A successful attack does no harm:
-signals are 0, files belong to the probe, floods and bombs end by themselves.
+An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox prevents it. A successful attack does no harm: it
+sends only signal 0 and changes only files of the probe, and floods and bombs end by themselves.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def executable() -> str | None:
 
 
 def interpreter() -> Path:
-    """Return the Python that executes runs: this process's base interpreter, or the system's if that is unusable."""
+    """Return the Python that runs programs: this process's base interpreter, or the system's if that is unusable."""
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 

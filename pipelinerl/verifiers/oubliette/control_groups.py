@@ -49,7 +49,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Folders for groups in each hierarchy; `shares` is None if processor shares cannot be set."""
+    """The folder of each cgroup hierarchy in which groups are created; `shares` is None if no shares can be set."""
 
     version: int
     memory: Path

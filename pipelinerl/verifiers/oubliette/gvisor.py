@@ -5,8 +5,8 @@ same files as in the default tier, and has no network; its /tmp is memory of the
 which needs no processor support; `kvm` can hang even where /dev/kvm exists.
 
     waits for                    at most                                      then
-    a run's output, its end      its deadline and `_BOOT_S`; time without     all in its control group are killed
-                                 a processor is added, up to `_STARVED_TIMES`
+    a run's output and its end   its deadline + `_BOOT_S` + time without a    all in its control group are killed
+                                 processor, up to `_STARVED_TIMES` · the deadline
 
 A sandbox costs a fifth of a second of processor time; none is kept warm. Its control group, which this tier requires,
 limits memory and time of all its processes together. `_OWN_BYTES` and `_BOOT_CPU_S` are added for gVisor itself.

@@ -1,4 +1,4 @@
-"""Tests of a sandbox before it is trusted: `opened` tries some attacks on each new sandbox, `attacked` tries any.
+"""Tests of a sandbox before it is trusted: `opened` tries some attacks on each new sandbox; `attacked` tries given ones.
 
 The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
 be tried is reported as left out.
@@ -95,7 +95,8 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for a started attack and returns the results of its runs, the attack's last, or the reason why it was skipped.
+#: Function that waits for a started attack. It returns the results of its runs, of which the last is the attack's own,
+#: or the reason why the attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 

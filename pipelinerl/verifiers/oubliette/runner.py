@@ -192,7 +192,7 @@ class LocalRunner:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, which ends all running programs."""
         for task in self._checkers.values():
             task.cancel()
         await asyncio.gather(*self._checkers.values(), return_exceptions=True)

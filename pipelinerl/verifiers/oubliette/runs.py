@@ -1,4 +1,4 @@
-"""Runs of programs, their limits and their results. Sizes are in bytes, times in seconds."""
+"""Runs (executions of a program), their limits and their results. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 

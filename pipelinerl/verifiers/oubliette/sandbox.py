@@ -1,7 +1,7 @@
-"""`Sandbox`: slots of one tier, each with its own thread; runs are assigned to free slots.
+"""`Sandbox`: slots of one tier (strength of isolation), each with its own thread; runs are assigned to free slots.
 
-A lost guest is replaced, and its run is retried once. If the second guest is lost, too, `SandboxLost` is raised, and
-the verdict is masked.
+A slot executes runs in its guest (`slot.py`). A lost guest is replaced, and its run is retried once. If the second
+guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Sandbox:
         return sum(place.slot.cpu_s() for place in tuple(self._places))
 
     def close(self) -> None:
-        """Close all guests, which ends running programs; queued runs fail."""
+        """End all guests and the programs that run in them; queued runs fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # before a run is taken: in the meantime, an idle slot can execute it
+            place.slot.start()  # takes no run before its guest is up; an idle slot may take it
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -223,7 +223,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """In a thread, let further runs start when current runs take long, and lower the latter's processor share."""
+        """Let further runs start if current ones take long, and lower the processor share of long runs, until closed."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

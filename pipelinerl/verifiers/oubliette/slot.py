@@ -1,4 +1,4 @@
-"""`Slot`: the client of one guest's server. It runs one program at a time, and blocks meanwhile.
+"""`Slot`: starts a guest (a sandboxed process tree) and runs programs in it, one at a time, blocking meanwhile.
 
     waits for                      at most                            then
     the server's first packet      `_STARTUP_S`                       the guest is killed: `SandboxLost`

@@ -81,7 +81,7 @@ def of_servers() -> bytes:
 
 
 def of_runs() -> bytes:
-    """Return the additional filter of each run, which is short because the kernel checks it at each installation."""
+    """Return the additional filter of each run. It is short, because the kernel checks it each time it is installed."""
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
     for number in sorted(_TO_MAKE_GUESTS):

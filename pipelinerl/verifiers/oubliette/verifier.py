@@ -86,7 +86,7 @@ class Oubliette:
             await self._opened(0.0)
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, or the connections to the service."""
         self._missing = self._missing or "the verifier is closed"
         async with self._opening:
             runner, self._runner = self._runner, None
@@ -100,7 +100,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner, opened once. Callers that wait for the same attempt to open it share its error."""
+        """Return the runner, which the first call opens. Calls that wait while it is being opened share a failure."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -278,7 +278,7 @@ class PythonTool:
         return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, or the connections to the service."""
         self._is_closed = True
         async with self._opening:
             runner, self._runner = self._runner, None

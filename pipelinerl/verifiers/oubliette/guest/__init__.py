@@ -1,1 +1,1 @@
-"""Code that runs inside a slot's guest, the only part of this project that a guest sees."""
+"""Code that runs inside a guest, the sandboxed environment in which programs run. Guests see no other of our code."""

@@ -151,7 +151,7 @@ class _Watch:
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
-                return ""  # the usual case
+                return ""  # usually, a run ends within the first interval
             return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)

@@ -78,7 +78,7 @@ class Environment(Protocol):
     """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages, one message, or its text; None means the task's messages."""
+        """Begin the conversation: return its first messages, one message, a text, or None for the task's messages."""
         ...
 
     def step(self, answer: Any) -> Any:

@@ -46,7 +46,7 @@ class InvariantLinear:
 
 
 def use_in(model: nn.Module) -> None:
-    """Make the linear layers of a model batch-invariant, except for those with a forward of their own."""
+    """Make the linear layers of a model batch-invariant, except for those whose forward is already replaced."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and "forward" not in vars(layer):
             setattr(layer, "forward", InvariantLinear(layer))  # noqa: B010  # a module's attributes have no types

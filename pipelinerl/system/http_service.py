@@ -66,7 +66,7 @@ class BodyRule(Enum):
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Add authentication, and limits on bodies (`puts` for those of PUT), in front of the application.
+    """Add authentication, and limits on bodies, in front of the application; `puts` is the rule for PUT's bodies.
 
     Without a `token`, only loopback is served, and all requests of this machine except those of web pages are accepted.
     """
@@ -140,7 +140,7 @@ def _is_own_name(host: bytes) -> bool:
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     """Return the response that rejects a body unless it is uncompressed JSON; None if the body is acceptable.
 
-    Before a web page of another origin can send JSON, browsers send a preflight request; not before HTML forms.
+    Browsers send a preflight request before a web page of another origin can send JSON, but none before HTML forms.
     """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
@@ -375,7 +375,7 @@ class HeartbeatRoute:
     Work = Coroutine[Any, Any, msgspec.Struct]
 
     def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
-        """Create the route; `begin` takes the decoded `request`, or raises `RequestRefused`."""
+        """Create the route; `begin` returns the work for a body of type `request`, or raises `RequestRefused`."""
         self._type = request
         self._begin = begin
 

@@ -272,7 +272,7 @@ class _Line:
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete a response that has no length, since the connection's end is its end; fail any other response."""
+        """Complete a response of unknown length, which ends with the connection; fail any other response."""
         self._transport = None
         self._lines.discard(self)
         self.closed.set()

@@ -169,7 +169,7 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """Return the answer to a slow question. If no slow place is free, kill its worker, and send it again later."""
+        """Return the answer to a slow question. If no slow place is free, kill its worker and ask another one later."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)

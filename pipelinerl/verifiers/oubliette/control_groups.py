@@ -147,7 +147,7 @@ class ControlGroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """Limit the memory of all processes together, with files in memory and kernel tables."""
+        """Limit the total memory of all processes, including files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
@@ -239,7 +239,7 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """Start this process's janitor, unless it runs already. It waits for the process's end, which closes its input."""
+    """Start this process's janitor, unless it runs already. Its input ends when this process ends."""
     pid = os.getpid()
     if pid in _janitors:
         return

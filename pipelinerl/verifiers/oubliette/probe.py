@@ -1,4 +1,4 @@
-"""Tests of a sandbox before it is trusted: `opened` tries some attacks on each new sandbox; `attacked` tries given ones.
+"""Tests of a sandbox: `opened` tries some attacks on each new sandbox before it is used; `attacked` tries given ones.
 
 The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
 be tried is reported as left out.

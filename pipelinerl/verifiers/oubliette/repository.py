@@ -86,7 +86,7 @@ class Repository(Protocol):
 
 @final
 class PersistentRepository:
-    """Repository in a folder, with compiled programs by the digest of their inputs."""
+    """Repository in a folder, which also stores compiled programs under the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder. Raises `UserError` if that fails."""

@@ -98,7 +98,7 @@ class CodeRunner(Protocol):
 
 @final
 class LocalRunner:
-    """Runner in this machine's sandbox, which it closes when closed."""
+    """Runner in this machine's sandbox; closing the runner closes the sandbox."""
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,

@@ -223,7 +223,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let further runs start if current ones take long, and lower the processor share of long runs, until closed."""
+        """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

@@ -97,7 +97,8 @@ def alone() -> bytes:
 def as_oci() -> dict[str, Any]:
     """Return the denied calls in gVisor's format, without `clone3`.
 
-    The format has one error for all denied calls, but C libraries fall back to `clone` only on ENOSYS.
+    `clone3` is left out because the format has one error for all denied calls, whereas C libraries fall back to `clone`
+    only on ENOSYS.
     """
     refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": int(errno.EPERM)}
 

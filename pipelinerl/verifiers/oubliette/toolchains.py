@@ -1,6 +1,6 @@
 """Toolchains: commands that compile and run programs in each language, and detection of installed languages.
 
-A compiled program is a single file, which the guest that compiles writes to standard output.
+A compiled program is a single file, which the compiling run writes to standard output.
 """
 
 from __future__ import annotations

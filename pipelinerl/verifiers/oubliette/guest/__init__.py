@@ -1,1 +1,1 @@
-"""Code that runs inside a guest, the sandboxed environment in which programs run. Guests see no other of our code."""
+"""Code that runs inside a guest, the sandbox in which programs run. Guests see no other code of this project."""

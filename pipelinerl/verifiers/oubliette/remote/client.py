@@ -163,7 +163,7 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links without content at the service. Raises `SandboxLost`."""
+        """Return those of `links` that have no content at the service. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
         url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
@@ -352,7 +352,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """Convert a checker to its wire form, and add its contents that are not links to `contents`."""
+    """Convert a checker to its wire form: bytes are replaced by their links, and added to `contents`."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(

@@ -4,7 +4,7 @@ Validation and held-out problems are distinct; training problems may repeat.
 
 The source `programs` requests a Python program that computes a function of a number x: "x times 7", or with two
 operations "(the larger of x and 7) minus 3". Each problem has tests for the verifier `oubliette`, and a ground truth
-that passes them. The function changes the first test's input, so a program that prints its input fails.
+that passes them. The first test's expected output differs from its input, so a program that prints its input fails.
 
     parameters = { operations = 1, max_number = 9, tests = 3 }
 """
@@ -36,7 +36,7 @@ Parameters = TypeVar("Parameters")
 
 
 def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
-    """Parse the parameters of a built-in generator as `kind`. Raises `RecipeError` for unknown or invalid ones."""
+    """Convert the parameters of a built-in generator to the struct `kind`. Raises `RecipeError` if one is invalid."""
     if request.argument:
         raise RecipeError(
             f"{request.where}.source must be {source} without an argument, got {source}:{request.argument}"
@@ -49,9 +49,10 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
 
 @final
 class GeneratedSource:
-    """A generator's problems that belong to one split.
+    """Those problems of a generator that belong to one split.
 
-    `draw` is a pure function from a 63-bit key to a draft. The whole ground truth must match `pattern`.
+    `draw` is a pure function from a 63-bit key to a draft. Drafts whose whole ground truth does not match `pattern` are
+    skipped.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Return test inputs below and above the problem's constants; the function changes the first of them."""
+    """Draw test inputs in [0, 3 · `max_number`); for the first one, the function's result differs from its input."""
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))
@@ -301,7 +302,7 @@ class NumberedSource:
                 f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
             )
         self._chosen = np.array(of_split, np.int64)
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # latest epoch and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # latest epoch's number and order of tasks
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""

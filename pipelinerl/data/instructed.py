@@ -55,7 +55,7 @@ _ENDINGS: Final = (
     "See you soon.", "Peace!",
 )  # fmt: skip
 
-#: Draws an instruction's parameters, given a random generator, the level and the request.
+#: Function that draws an instruction's parameters, given a random generator, the level and the request.
 _Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
 
 
@@ -147,7 +147,7 @@ _DRAWS: Final[Mapping[str, _Draw]] = {
     "startend:quotation": lambda noise, level, request: {},
 }
 
-#: Sets of kinds that conflict in the answer's layout, case, beginning or end. A problem has at most one kind of each.
+#: Sets of kinds that conflict in the answer's layout, case, beginning or end. A problem has at most one kind per set.
 _ONE_OF: Final = (
     frozenset(
         {
@@ -241,7 +241,7 @@ _SENTENCES: Final = (
     "Here is a plain idea about {}.", "Each part of {} has a place.",
 )  # fmt: skip
 _PLACES: Final = ("name", "place", "date", "address", "number", "title", "city", "friend", "time", "color")
-#: A word for each rare letter.
+#: For each rare letter, a word that contains it and can be added to an answer.
 _HOLDERS: Final = {
     "j": "joy",
     "k": "kind",
@@ -299,7 +299,7 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     return " ".join(sentences)
 
 
-#: The number of parts that each layout requires.
+#: For each instruction on the layout, a function that returns the number of parts that it requires.
 _PARTS: Final[dict[type, Any]] = {
     counts.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
     counts.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,

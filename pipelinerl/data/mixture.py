@@ -25,7 +25,7 @@ from pipelinerl.types import Problem, Quota
 
 #: Golden ratio conjugate, (√5 − 1) / 2.
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
-#: A quota with blocks of one problem: shares hold only over many problems.
+#: Quota with blocks of one problem, for which the shares of the domains hold only over many problems.
 _NO_BLOCKS: Final = Quota(0, 1)
 
 
@@ -52,17 +52,17 @@ class Mixture:
     """A weighted mixture of domains. It chooses problem i's domain by quota, and takes problem i of its source."""
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
-        """Create the mixture; `quota` applies to calls that give none."""
+        """Create the mixture; `quota` is the default for calls that give no quota."""
         if not domains or any(not (math.isfinite(domain.weight) and domain.weight > 0) for domain in domains):
             weights = {domain.name: domain.weight for domain in domains}
             raise RecipeError(f"domains must be one or more with positive finite weights, got {weights}")
         self._domains = tuple(domains)
         self._seed = seed
         self._quota = quota
-        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # of the latest block
+        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # latest block and its order
 
     def domain(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Domain:
-        """Return the domain of problem `index`. `weights` by domain name, not all 0, override the domains' weights."""
+        """Return the domain of problem `index`. `weights` (by domain name, not all 0) replace the domains' weights."""
         shares = [domain.weight if weights is None else weights[domain.name] for domain in self._domains]
         cumulative = list(itertools.accumulate(shares))
         quota = quota or self._quota

@@ -31,7 +31,7 @@ from pipelinerl.types import Message, Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
 
-#: Number of problems that are checked of a generator, whose problems are all of the same kind.
+#: Number of a generator's problems that are checked; they suffice, since all its problems are of the same kind.
 _OF_A_GENERATOR: Final = 2
 
 

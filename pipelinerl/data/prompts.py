@@ -144,7 +144,7 @@ def question(messages: Sequence[Message]) -> str | None:
 
 
 def has_no_question(messages: Sequence[Message]) -> bool:
-    """Return True if there are no messages, or the last one is blank and not a tool's, whose result may be empty."""
+    """Return True if there is no message or the last one is blank; a blank result of a tool counts as a question."""
     return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 
 

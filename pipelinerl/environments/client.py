@@ -18,7 +18,7 @@ from pipelinerl.system.http_client import call_timeout
 if TYPE_CHECKING:
     import aiohttp
 
-#: Upper bound for one answer; the episode's deadline is earlier.
+#: Timeout in seconds for one answer; it is never reached, since the episode's deadline is earlier.
 _LONGEST_TURN_S: Final = 86_400.0
 _OVER: Final = frozenset({"episode_over", "context_length_exceeded", "episode_not_found"})
 
@@ -100,7 +100,7 @@ class EpisodeClient:
 
 @final
 class ChatCalls:
-    """The interface `client.chat`, a function with OpenAI's `completions.create` as attribute."""
+    """The object `client.chat`: it can be called, and also has OpenAI's method `completions.create`."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
@@ -115,13 +115,13 @@ class ChatCalls:
 
 @final
 class Completions:
-    """The interface `client.chat.completions` of OpenAI's client."""
+    """The object `client.chat.completions`, with the method `create` of OpenAI's client."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
 
     async def create(self, *, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> Any:
-        """Return a completion whose fields are attributes."""
+        """Return the model's answer as OpenAI's completion object, whose fields are attributes."""
         return _as_attributes(await self._client.post("/chat/completions", _body(messages, options)))
 
 

@@ -23,7 +23,7 @@ OPENENV: Final = "openenv:"
 VERIFIERS: Final = "verifiers:"
 #: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
-#: A message as user code writes it: OpenAI's JSON, or a `ChatAnswer`.
+#: Type of a message from user code: a dict in OpenAI's format, or a `ChatAnswer`.
 ChatInput = Mapping[str, Any]
 
 
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentStep:
-    """Reaction to a message of the model: new messages, the turn's reward, and whether the episode ends."""
+    """Reaction to an answer of the model: new messages, the turn's reward, and whether the episode ends."""
 
     messages: Sequence[ChatInput] = ()
     reward: float = 0.0
@@ -78,11 +78,11 @@ class Environment(Protocol):
     """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages, one message, or its text; None means the task's messages."""
+        """Begin the conversation: return its first messages, one message, a text, or None for the task's messages."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return the `EnvironmentStep`, or (messages, reward, done), after the model's `ChatAnswer`."""
+        """React to the model's answer: return an `EnvironmentStep`, or the tuple (messages, reward, done)."""
         ...
 
     def close(self) -> Any:
@@ -91,7 +91,7 @@ class Environment(Protocol):
 
 
 class History(StrEnum):
-    """Source of the earlier tokens when a conversation continues."""
+    """Origin of the tokens of earlier turns when a conversation continues."""
 
     EXACT = "exact"
     """The sampled tokens themselves: thinking stays in the context."""
@@ -101,7 +101,7 @@ class History(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of one episode; a `turn_tokens` of None means the prompt order's `max_tokens`."""
+    """Limits of one episode. If `turn_tokens` is None, the prompt order's `max_tokens` limits each answer."""
 
     max_turns: int = 20
     timeout_s: float = 600.0

@@ -1,13 +1,14 @@
 """The turns of one episode, matched with the messages that its agents send. Without I/O.
 
-In OpenAI's API, each request holds all messages of the conversation. Of the longest prefix that ends in an answer of
-the model, the tokens are known. The engine continues these tokens with the messages that follow:
+In OpenAI's API, each request holds all messages of the conversation. The tokens of its longest prefix that ends in an
+answer of the model are already known. The engine continues these tokens with the messages that follow the prefix:
 
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
 Each sampled token is recorded once. The prompt order overrides an agent's sampling parameters; an agent can only lower
-the token limit. An answer is abandoned if its agent repeats the request without reading the answer. A new segment
-begins where the history differs from the sampled one, or where the chat template renders earlier turns differently.
+the token limit. An answer is abandoned if its agent repeats the request without reading the answer. A segment is a run
+of turns that share their tokens. A new one begins where the history differs from the sampled one, or where the chat
+template renders earlier turns differently.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Thinking, up to its closing tag; some templates put the opening tag into the prompt.
+#: Matches an answer's thinking up to its closing tag; some templates put the opening tag into the prompt.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
-#: The beginning of a malformed tool call, in each format; parsed calls are not part of an answer's text.
+#: Matches the beginning of a malformed tool call in any format. Parsed calls are no longer in an answer's text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: Parameters of an agent's request that the prompt order overrides; they are dropped and counted.
 _SAMPLING: Final = frozenset(
@@ -75,7 +76,7 @@ class NewSegment(StrEnum):
 
 
 class EpisodeOver(InvalidRequest):
-    """The episode reached a limit, so no further answer is sampled; OpenAI's client does not retry the status."""
+    """The episode reached a limit, so no further answer is sampled; OpenAI's client does not retry this error."""
 
     code = "episode_over"
 
@@ -83,7 +84,7 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A recorded turn.
+    """A turn whose answer has been sampled and recorded.
 
     Attributes:
         parent: the turn that this turn continues.
@@ -148,7 +149,7 @@ class PlannedTurn:
 @final
 @dataclass(slots=True)
 class ToolCalls:
-    """Counts of tool calls in answers to requests that offer tools; a malformed call stays text."""
+    """Counts of tool calls in answers to requests that offer tools; a malformed call stays in the answer's text."""
 
     offered: bool = False
     parsed: int = 0
@@ -222,7 +223,10 @@ class Episode:
     def plan(
         self, agent: str, body: Mapping[str, Any], *, trains: bool = True, within: PlannedTurn | None = None
     ) -> PlannedTurn:
-        """Convert a request of `agent` to the engine's; `within` is the plan that it continues after tool calls.
+        """Plan a turn: convert a request of `agent` to a request for the engine.
+
+        After calls of the recipe's tools, the gateway repeats the request with their results. `within` is then the plan
+        of the agent's own request.
 
         Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
@@ -240,7 +244,7 @@ class Episode:
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
                 if message.reasoning_content is not None:
-                    # The gateway moved the thinking to this field, which the template may not support.
+                    # The gateway put the thinking into this field for the agent; the chat template may not support it.
                     messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results
@@ -308,7 +312,7 @@ class Episode:
         return turn
 
     def recognise(self, planned: PlannedTurn, message: AssistantMessage, turn: RecordedTurn) -> None:
-        """Let a request continue `turn` if it consists of the messages of `planned`, `message` and further messages."""
+        """Let later requests continue `turn` if they repeat the messages of `planned`, followed by `message`."""
         hasher = planned.hasher.copy()
         _hash_message(hasher, ChatMessage(role="assistant", content=message.content, tool_calls=message.tool_calls))
         self._by_key[hasher.digest()] = turn
@@ -359,10 +363,10 @@ class Episode:
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
     def _note_abandoned(self, turn: RecordedTurn, planned: PlannedTurn) -> None:
-        """Abandon unread answers to the same messages; restore the turn that `planned` continues, and its ancestors.
+        """Mark earlier unread answers to the same request as abandoned, since the agent has repeated the request.
 
-        An agent that repeats a request has not read the earlier answer. If it continues that answer later, it requested
-        several answers at once.
+        An agent may also request several answers concurrently, and later continue some of them. The turn that `planned`
+        continues is therefore no longer abandoned, nor are its ancestors.
         """
         continued = planned.parent if planned.agent_key == planned.request_key else None
         while continued is not None:
@@ -378,9 +382,9 @@ class Episode:
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
-    """Add a message to the hash by which messages are compared.
+    """Add a message to the hash that identifies a conversation.
 
-    An answer is compared by the ids of its calls, or without calls by its text without thinking and outer white space.
+    An answer is hashed by the ids of its calls; without calls, by its text without thinking and outer white space.
     """
     parts = [message.role, message.content]
     if message.role == "assistant":

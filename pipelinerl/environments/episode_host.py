@@ -31,7 +31,7 @@ from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.references import last_line
 from pipelinerl.types import Verdict
 
-#: Maximum size of a line in bytes.
+#: Maximum size in bytes of a line on the socket.
 LONGEST_LINE: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 
@@ -90,7 +90,7 @@ async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Convert the result of user code to JSON types; `other` describes a result that is not a reward."""
+    """Convert the result of user code to JSON types; a result that is not a reward is described under `other`."""
     if isinstance(value, Verdict):
         return {"verdict": msgspec.to_builtins(value)}
     item = getattr(value, "item", None)

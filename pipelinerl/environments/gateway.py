@@ -38,15 +38,15 @@ from pipelinerl.environments.tool_loop import Toolbox, names_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
-#: Samples one turn. Raises `ContractError` or `PipelineError` if no engine can.
+#: Function that samples one turn. Raises `ContractError` or `PipelineError` if no engine can do it.
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
 
 _LOOPBACK: Final = "127.0.0.1"
-#: Status if no engine could answer. Clients do not retry 424, and the engine pool has already retried.
+#: HTTP status if no engine could answer: one that clients do not retry, since the engine pool has already retried.
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
-#: Some templates put the opening tag into the prompt, so an answer may begin within its thinking.
+#: Closing tag of an answer's thinking; the opening tag may be missing, since some templates put it into the prompt.
 _END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
@@ -176,7 +176,7 @@ async def _sampled(
             episode.over = f"the conversation has filled the context: {error.message}"
             raise
         except InvalidRequest:
-            raise  # the agent's fault, so the episode continues
+            raise  # reported to the agent, whose fault it is; the episode continues
         except (ContractError, PipelineError) as error:
             opened.failure = error
             raise ContractError(f"no engine could answer: {error}") from error
@@ -185,10 +185,10 @@ async def _sampled(
 async def _sampled_with_tools(
     opened: OpenEpisode, tools: Toolbox, agent: str, body: Mapping[str, Any]
 ) -> ChatCompletion:
-    """Sample and run calls of the recipe's tools until an answer calls none of them; return that answer.
+    """Sample answers and run their calls of the recipe's tools, until an answer calls none of them; return that answer.
 
-    An answer that also calls the agent's tools is returned with only those calls. When the agent continues, the results
-    of the recipe's tools are inserted before its messages.
+    An answer that calls both the recipe's and the agent's tools is returned with only the latter calls. When the agent
+    continues, the results of the recipe's tools are inserted before its messages.
     """
     own = body.get("tools") or ()
     names = names_of(own)

@@ -58,7 +58,7 @@ class HostLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """The end of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
+    """End of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
 
     how: str
     reason: str = ""
@@ -81,7 +81,7 @@ class _Host:
         return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
     def tell(self, **fields: Any) -> None:
-        if not self.writer.is_closing():  # uvloop would raise RuntimeError; `listen` ends the episodes
+        if not self.writer.is_closing():  # else uvloop would raise RuntimeError; `listen` ends the host's episodes
             self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:

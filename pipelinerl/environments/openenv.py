@@ -43,7 +43,7 @@ _LARGEST: Final = 100 * 2**20
 _RETRY_S: Final = 0.25
 #: Seconds for which a server may be unreachable, for example while it restarts.
 _RESTART_S: Final = 60.0
-#: Upper bound of seeds; numpy's older generators accept no larger ones.
+#: Seeds sent to a server are below this bound, since numpy's older generators reject larger ones.
 _SEEDS: Final = 2**31
 _MCP_FIELDS: Final = frozenset({"tool_name", "arguments"})
 _FULL: Final = "CAPACITY_REACHED"
@@ -81,7 +81,7 @@ class Observed(msgspec.Struct, frozen=True):
 
 @final
 class OpenEnv:
-    """Player of the episodes of one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
+    """Plays episodes on one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
@@ -123,7 +123,7 @@ class OpenEnv:
     async def _reply(
         self, session: OpenEnvSession, answer: ChatAnswer, actions: Actions, last: Observed
     ) -> tuple[list[dict[str, Any]], Observed]:
-        """Take an answer's actions; return the messages after it, which are none if there is no action."""
+        """Take an answer's actions; return the messages for the model (none without actions) and the observation."""
         nothing = Observed(last.observation, None, last.done)
         if actions.are_calls:
             return await self._called(session, answer, nothing)
@@ -218,7 +218,7 @@ class OpenEnv:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
-        system = getattr(error, "os_error", None)  # aiohttp's text repeats the address
+        system = getattr(error, "os_error", None)  # preferred, since aiohttp's message repeats the address
         reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 
@@ -237,7 +237,7 @@ class OpenEnvSession:
         self._url = url
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Take an action; raises like `exchange`."""
+        """Take an action and return the observation. Raises the errors of `exchange`."""
         return await self.exchange("step", action)
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ class OpenEnvSession:
 
 @final
 class Actions:
-    """The form of a server's actions, from their JSON schema. Raises `ReferenceFailed` without a field `chosen`."""
+    """Form of a server's actions, from their JSON schema. Raises `ReferenceFailed` if they have no field `chosen`."""
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
@@ -299,7 +299,7 @@ class Actions:
 
     @property
     def explained(self) -> str:
-        """Instruction to the model on the form of its answers; empty for plain text and calls."""
+        """Instruction to the model on the form of its answers; empty if they are plain text or tool calls."""
         if self.are_calls or self._field is not None:
             return ""
         return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"

@@ -15,7 +15,7 @@ from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.references import load_reference
 
-#: Plays one episode, and returns a reward, a bool, a `Verdict`, or None.
+#: Function that plays one episode, and returns a reward, a bool, a `Verdict`, or None.
 Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -61,7 +61,7 @@ def _loop_around(kind: Any) -> Play:
                 if step.reward:
                     await client.reward(step.reward)
                 if step.done:
-                    return 0.0  # the rewards of the turns are added to this
+                    return 0.0  # the turns' rewards, already reported, are added to this
                 messages += [answer, *step.messages]
         finally:
             if hasattr(environment, "close"):

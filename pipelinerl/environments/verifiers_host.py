@@ -24,7 +24,7 @@ import types
 from typing import Any
 
 _LONGEST_LINE = 2**26
-#: Upper bound for one request; the episode's deadline is earlier.
+#: Timeout in seconds for one request; it is never reached, since the episode's deadline is earlier.
 _LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
 _HARNESS = "pipelinerl_chat"
@@ -138,19 +138,19 @@ def _place(text: str) -> str:
 
 
 def _offer_chat_harness() -> None:
-    """Make `ChatHarness` a plugin of verifiers, which cannot be imported before `sys.path` is set."""
+    """Register `ChatHarness` with verifiers. It is defined here, since verifiers can be imported only at run time."""
     import openai
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
 
-    # Shared by all episodes: reading the trusted certificates takes longer than an episode of one turn.
+    # All episodes share these connections: reading the trusted certificates takes longer than an episode of one turn.
     connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
 
     class ChatHarnessConfig(vf.HarnessConfig):
-        """No settings of its own."""
+        """Configuration of `ChatHarness`, which has no settings of its own."""
 
     class ChatHarness(vf.Harness[ChatHarnessConfig]):
-        """An agent that answers once in each segment, without tools and in this process."""
+        """An agent in this process, without tools, that answers once in each segment of a trace."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

@@ -51,7 +51,7 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
 }
 
 #: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps a function to
-#: the instruction's id, our parameter names by the function's parameter names, and parameters with constant values.
+#: three things: the instruction's id, our names of the function's parameters, and parameters with constant values.
 _FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]]] = {
     "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
     "verify_keyword_frequency": (
@@ -212,7 +212,10 @@ def followed(asked: Sequence[Asked], answer: str, matching: Matching = Matching.
 
 
 def variants(answer: str) -> list[str]:
-    """Return the texts that loose matching tries: the answer without its first or last line, and without asterisks."""
+    """Return the texts that loose matching tries: the answer, also without its first or last line or both of them.
+
+    Each of these texts is also tried without asterisks.
+    """
     lines = answer.split("\n")
     cuts = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys(text for cut in cuts for text in (cut, cut.replace("*", ""))))

@@ -18,7 +18,7 @@ _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
 class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_words`: a bound on the number of words."""
+    """`length_constraints:number_words`: the number of words must satisfy a bound."""
 
     num_words: Count
     relation: Relation
@@ -29,12 +29,12 @@ class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"Answer with {self.relation} {self.num_words} words."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of words satisfies the relation."""
+        """Return whether the number of words satisfies the bound."""
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
 class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_sentences`: a bound on the number of sentences."""
+    """`length_constraints:number_sentences`: the number of sentences must satisfy a bound."""
 
     num_sentences: Count
     relation: Relation
@@ -45,12 +45,12 @@ class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"Your answer should contain {self.relation} {self.num_sentences} sentences."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of sentences satisfies the relation."""
+        """Return whether the number of sentences satisfies the bound."""
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
 class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_paragraphs`: an exact number of paragraphs, separated by `***` (or `* * *`)."""
+    """`length_constraints:number_paragraphs`: require a number of paragraphs, separated by `***` (or `* * *`)."""
 
     num_paragraphs: Count
 
@@ -60,7 +60,7 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"Write exactly {self.num_paragraphs} paragraphs, separated by the markdown divider: ***"
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of paragraphs matches and no paragraph between two dividers is empty."""
+        """Return whether the answer has the required number of paragraphs, and none between two dividers is empty."""
         paragraphs = _DIVIDER.split(answer)
         if any(not paragraph.strip() for paragraph in paragraphs[1:-1]):
             return False
@@ -68,7 +68,7 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: an exact number of paragraphs, and the n-th one's first word."""
+    """`length_constraints:nth_paragraph_first_word`: require a number of paragraphs, and a first word of the n-th."""
 
     num_paragraphs: Count
     nth_paragraph: Count
@@ -87,7 +87,7 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of paragraphs and, ignoring case, the n-th paragraph's first word match."""
+        """Return whether the number of paragraphs is right, and, ignoring case, the n-th one's first word."""
         paragraphs = [paragraph.strip() for paragraph in answer.split("\n\n") if paragraph.strip()]
         if len(paragraphs) != self.num_paragraphs:
             return False
@@ -96,7 +96,7 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:existence`: each of several keywords."""
+    """`keywords:existence`: the answer must contain each of several keywords."""
 
     keywords: Texts
 
@@ -112,7 +112,7 @@ class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:frequency`: a bound on the occurrences of a keyword."""
+    """`keywords:frequency`: the number of occurrences of a keyword must satisfy a bound."""
 
     keyword: Text
     frequency: Count
@@ -124,12 +124,12 @@ class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f'The word "{self.keyword}" should appear {self.relation} {self.frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of the keyword's occurrences, ignoring case, satisfies the relation."""
+        """Return whether the number of the keyword's occurrences, ignoring case, satisfies the bound."""
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
 class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:forbidden_words`: words that must not occur."""
+    """`keywords:forbidden_words`: the answer must not contain any of several words."""
 
     forbidden_words: Texts
 
@@ -147,7 +147,7 @@ class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:letter_frequency`: a bound on the occurrences of one character."""
+    """`keywords:letter_frequency`: the number of occurrences of a character must satisfy a bound."""
 
     letter: Annotated[str, Meta(min_length=1, max_length=1)]
     let_frequency: Count
@@ -159,12 +159,12 @@ class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f'The letter "{self.letter}" should appear {self.let_relation} {self.let_frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of the letter's occurrences, ignoring case, satisfies the relation."""
+        """Return whether the number of the letter's occurrences, ignoring case, satisfies the bound."""
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
 class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:capital_word_frequency`: a bound on the number of words in capital letters."""
+    """`change_case:capital_word_frequency`: the number of words in capital letters must satisfy a bound."""
 
     capital_frequency: Count
     capital_relation: Relation
@@ -175,7 +175,7 @@ class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"Words in all capital letters should appear {self.capital_relation} {self.capital_frequency} times."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of words in capital letters satisfies the relation."""
+        """Return whether the number of words in capital letters satisfies the bound."""
         capital = sum(word.isupper() for word in hyphenated_words(answer))
         return self.capital_relation.holds(capital, self.capital_frequency)
 

@@ -25,7 +25,7 @@ CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My ans
 
 
 class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_bullet_lists`: an exact number of bullet points, lines that begin with `*` or `-`."""
+    """`detectable_format:number_bullet_lists`: require an exact number of lines that begin with `*` or `-`."""
 
     num_bullets: Count
 
@@ -45,7 +45,7 @@ class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: a minimum of sections, which begin with a given word and a number."""
+    """`detectable_format:multiple_sections`: require a minimum of sections that begin with a word and a number."""
 
     section_spliter: Text
     num_sections: Count
@@ -59,12 +59,12 @@ class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether at least `num_sections` sections begin."""
+        """Return whether at least `num_sections` sections begin: the given word, followed by a number."""
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
 class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_highlighted_sections`: a minimum of texts between asterisks."""
+    """`detectable_format:number_highlighted_sections`: require a minimum number of texts between asterisks."""
 
     num_highlights: Count
 
@@ -82,7 +82,7 @@ class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:title`: a line with a title in double angular brackets."""
+    """`detectable_format:title`: require a title in double angular brackets, on one line."""
 
     @property
     def sentence(self) -> str:
@@ -99,7 +99,7 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:json_format`: nothing but a JSON object or array, optionally in a code fence."""
+    """`detectable_format:json_format`: the whole answer must be a JSON object or array, optionally in a code fence."""
 
     @property
     def sentence(self) -> str:
@@ -118,7 +118,7 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`: one of several options, by default IFEval's."""
+    """`detectable_format:constrained_response`: require one of several answers, by default IFEval's."""
 
     options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
 
@@ -133,7 +133,7 @@ class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:number_placeholders`: a minimum of placeholders in square brackets."""
+    """`detectable_content:number_placeholders`: require a minimum number of placeholders in square brackets."""
 
     num_placeholders: Count
 
@@ -151,7 +151,7 @@ class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Postscript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:postscript`: a postscript with a given marker, such as `P.S.`."""
+    """`detectable_content:postscript`: require a postscript with a given marker, such as `P.S.`."""
 
     postscript_marker: Text
 

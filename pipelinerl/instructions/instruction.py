@@ -63,17 +63,17 @@ class Relation(StrEnum):
 
 _WORD: Final = re.compile(r"\w+")
 _WORD_WITH_HYPHENS: Final = re.compile(r"\w+(?:[-'’]\w+)*+")
-#: The end of a sentence, with closing quotes and brackets; full-width punctuation needs no space behind it.
+#: Matches the end of a sentence, with closing quotes and brackets; no space is needed after full-width punctuation.
 _END: Final = re.compile(r"[.!?…]++[\"'”’)\]*]*+(?=\s|$)|[。！？]++|\n{2,}+")
 _BEFORE_A_DOT: Final = re.compile(r"(\w+)\.$")
-#: Words before the last dot of an abbreviation; "g" stands for "e.g." and "e" for "i.e.".
+#: Words before the last dot of known abbreviations, such as "dr" of "Dr.", "g" of "e.g." and "e" of "i.e.".
 _ABBREVIATIONS: Final = frozenset(
     {
         "al", "approx", "cf", "co", "dept", "dr", "e", "est", "etc", "fig", "g", "inc", "jr", "ltd", "mr", "mrs", "ms",
         "no", "prof", "rev", "sr", "st", "vol", "vs",
     }
 )  # fmt: skip
-#: The longest abbreviation in characters, with its dot and room for a bracket.
+#: Number of characters searched for an abbreviation: the longest one, with its dot and room for a bracket.
 _LOOK_BACK: Final = 12
 
 

@@ -26,7 +26,7 @@ _MOSTLY: Final = 0.9
 
 
 class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_capital`: English in capital letters only."""
+    """`change_case:english_capital`: the answer must be in English, in capital letters only."""
 
     @property
     def sentence(self) -> str:
@@ -39,7 +39,7 @@ class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_lowercase`: English in lowercase letters only."""
+    """`change_case:english_lowercase`: the answer must be in English, in lowercase letters only."""
 
     @property
     def sentence(self) -> str:
@@ -54,7 +54,7 @@ class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`punctuation:no_comma`: no commas."""
+    """`punctuation:no_comma`: the answer must not contain commas."""
 
     @property
     def sentence(self) -> str:
@@ -67,7 +67,7 @@ class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:end_checker`: a given phrase at the end."""
+    """`startend:end_checker`: the answer must end with a given phrase."""
 
     end_phrase: Text
 
@@ -82,7 +82,7 @@ class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:quotation`: double quotation marks around the answer."""
+    """`startend:quotation`: the answer must be enclosed in double quotation marks."""
 
     @property
     def sentence(self) -> str:
@@ -96,7 +96,7 @@ class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:two_responses`: two different responses with six asterisks between them."""
+    """`combination:two_responses`: require two different responses with six asterisks between them."""
 
     @property
     def sentence(self) -> str:
@@ -113,7 +113,7 @@ class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:repeat_prompt`: the request, repeated before its answer."""
+    """`combination:repeat_prompt`: the answer must begin by repeating the request."""
 
     prompt_to_repeat: Text
 
@@ -128,7 +128,7 @@ class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`language:response_language`: a language, by its ISO 639-1 code."""
+    """`language:response_language`: the answer must be in a language, given by its ISO 639-1 code."""
 
     language: Text
 

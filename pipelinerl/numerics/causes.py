@@ -32,8 +32,8 @@ class Mismatch:
     With d = log π_ours − log π_theirs and r = exp(d):
 
     Attributes:
-        mean, p50, p95, max: of |d|, in nats (RLAX, figure 5, reports mean and P95).
-        max_probability: the largest |π_ours − π_theirs| (TIS note, figure 1).
+        mean, p50, p95, max: statistics of |d|, in nats (RLAX, figure 5, reports mean and P95).
+        max_probability: the largest |π_ours − π_theirs| (the TIS note, Yao et al. 2025, figure 1).
         k1, k3: estimates of KL(theirs ‖ ours), −mean(d) and mean(r − 1 − d) (Schulman 2020).
         ess: effective sample size of the weights r as a fraction of the tokens, (Σr)² / (N·Σr²).
     """
@@ -77,9 +77,9 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
-#: A token whose two probabilities differ by more than this is a contradiction (TIS note, figures 7 and 8).
+#: A token whose probabilities by trainer and sampler differ by more is a contradiction (TIS note, figures 7 and 8).
 CONTRADICTION: Final = 0.5
-#: Upper bounds of the age buckets. The buckets hold the ages 0, 1, 2, 3–4, 5–8, …
+#: Upper bounds of the buckets of tokens' ages in versions; the buckets are 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
 
 
@@ -93,7 +93,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The trained tokens of all micro-batches of a step; columns [N].
+    """The trained tokens of all micro-batches of a step, as arrays with one entry per token, [N].
 
     Attributes:
         logprobs: f32, by the trainer's weights at the step. behavior_logprobs: f32, by the sampler.
@@ -111,7 +111,7 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Return the mask of each cause's tokens, bool [N], for a trainer that holds the weights `held_version`."""
+        """Return for each cause the mask of its tokens, bool [N], if the trainer holds the weights `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
@@ -158,8 +158,8 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
 
     Args:
         held_version: version of the weights that computed the trainer's log-probs.
-        cuts: masks, bool [N], of the tokens that the objective clipped, truncated or masked, by that name. Their share
-            is reported for each age.
+        cuts: for each treatment by the objective (`clipped`, `truncated`, `masked`), the mask of its tokens, bool [N].
+            The share of these tokens is reported for each age.
     """
     if tokens is None:
         return {}

@@ -33,7 +33,7 @@ class EntropyProbe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The entropy, as the measure that the objective needs."""
+        """The measures that this objective needs: the entropy."""
         return frozenset({HeadMeasure.ENTROPY})
 
     def evaluate(self, predictions: Array, columns: Columns) -> Array:

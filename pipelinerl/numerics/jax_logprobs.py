@@ -28,7 +28,7 @@ def token_predictions(
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Array:
-    """Return f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, and M measures.
+    """Return f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, then M measures.
 
     With more than `logits_at_once` logits, columns are processed in pieces, and backward recomputes the logits.
 
@@ -37,7 +37,7 @@ def token_predictions(
         head: [V, D], the output embedding.
         token_ids: i32 [R, C]; the token at [r, c] is predicted by hidden[r, c].
         temperatures: f32 [R, C].
-        measures: the M measures of each distribution to compute.
+        measures: the M measures of each token's distribution to compute, such as its entropy.
     """
     rows, columns, _ = hidden.shape
     pieces = 1
@@ -69,5 +69,5 @@ def _piece(
 def _measured(measure: HeadMeasure, logits: Array, normaliser: Array) -> Array:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(axis=-1) - normaliser
-    logprobs = logits - normaliser[..., None]  # subtracting first keeps precision: normaliser − Σ π·logits would cancel
+    logprobs = logits - normaliser[..., None]  # more precise than normaliser − Σ π·logits, which cancels
     return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)

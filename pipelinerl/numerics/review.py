@@ -1,7 +1,7 @@
 """Summary of a run's train/inference mismatch from the metrics of its steps, and advice on it. Pure functions.
 
-Each figure is reported at the start, middle and end of the run (the median over a tenth of the steps), and at its worst
-step.
+A figure is one statistic of the mismatch, such as its P95. It is reported at the start, middle and end of the run (the
+median over a tenth of the steps), and at its worst step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Review:
         run: the run's name. steps: the number of steps with figures.
         current, old: by cause, how the trainer's log-probs at the step (`current`) or its recomputed log-probs (`old`)
             differ from the sampler's.
-        ages: for each age (`0`, `3_4`), its share of the tokens and the shares that the objective cut, as run means.
+        ages: for each bucket of ages (`0`, `3_4`), its share of the tokens, and the shares of its tokens that the
+            objective clipped, truncated or masked; means over the run.
         ess: effective sample size over all tokens; None if it was never measured.
         rounding: the effect of rounding on weights sent in bfloat16; None if no weights were rounded.
     """
@@ -148,7 +149,7 @@ def _course(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Return the shares of each age, with each step weighted by the share of its tokens that have the age."""
+    """Return `Review.ages`; in a mean over the run, a step's weight is the share of its tokens that have the age."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}
@@ -173,7 +174,7 @@ BEHIND: Final = 1.0
 ESS: Final = 0.5
 #: Largest accepted share of the tokens of one age that the objective clips or masks; above it, most are wasted.
 CUT: Final = 0.5
-#: Remedies in recipe syntax. The TIS note's ablations use the cap C = 2.
+#: A remedy in recipe syntax. The ablations of the TIS note (Yao et al. 2025) use the cap C = 2.
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'

@@ -4,8 +4,8 @@ Matrix libraries choose the order of a sum by the shape of the product, so resul
 computed together. Engine and trainer batch tokens differently. With these layers in both, their log-probs are equal to
 the bit, as in "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) on GPUs.
 
-Every product has the same shape: rows are computed in tiles of `_ROWS`, keys in tiles of `_KEYS`, in order, and the
-last tile is filled up with zeros. `probed` checks that this suffices on the machine at hand.
+Every product has the same shape: rows are computed in tiles of `_ROWS`, attention keys in tiles of `_KEYS`, in order,
+and the last tile is filled up with zeros. `probed` checks that this suffices on the machine at hand.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-#: Rows of a product.
+#: Number of rows in each matrix product.
 _ROWS: Final = 32
-#: Keys of a tile of attention.
+#: Number of attention keys in a tile.
 _KEYS: Final = 64
-#: Numbers of tokens that `probed` computes together, on both sides of the thresholds of matrix libraries.
+#: Numbers of tokens in the batches that `probed` compares: below and above sizes at which matrix libraries switch
+#: algorithms.
 _PROBED: Final = (1, 2, 5, 17, 40, 100)
 
 
@@ -45,7 +46,7 @@ class InvariantLinear:
 
 
 def use_in(model: nn.Module) -> None:
-    """Make the linear layers of a model batch-invariant, except for those with a forward of their own."""
+    """Make the linear layers of a model batch-invariant, except for those whose forward is already replaced."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and "forward" not in vars(layer):
             setattr(layer, "forward", InvariantLinear(layer))  # noqa: B010  # a module's attributes have no types
@@ -68,9 +69,9 @@ def attend(
     Args:
         query: [B, Hq, T, D].
         key: [B, H, L, D], and `value` likewise; entry n belongs to position n.
-        positions: i64 [B, T] or [1, T], of the queries; each attends to the entries up to its own.
-        window: attend to the last `window` of these entries only.
-        scale: of the scores.
+        positions: i64 [B, T] or [1, T], the queries' positions; a query attends to the entries up to its own position.
+        window: number of last entries to which a query attends; None for all.
+        scale: factor of the scores.
         softcap: largest absolute value of a score; None sets no bound.
     """
     batch, q_heads, length, width = query.shape
@@ -98,7 +99,7 @@ def _attend_tile(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return f32 [N, _ROWS, D] for queries [N, _ROWS, D] at positions `own` [N, _ROWS, 1]."""
+    """Return the attention, f32 [N, _ROWS, D], of queries [N, _ROWS, D] at positions `own` [N, _ROWS, 1]."""
     most, total, sums = torch.full(own.shape, -torch.inf), torch.zeros(own.shape), torch.zeros(query.shape)
     for start in range(0, int(own.max()) + 1, _KEYS):
         tile, entries = slice(start, start + _KEYS), torch.arange(start, start + _KEYS)
@@ -108,7 +109,7 @@ def _attend_tile(
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(hidden, -torch.inf)
         larger = torch.maximum(most, scores.detach().amax(dim=-1, keepdim=True))
-        shift = larger.clamp(min=torch.finfo(torch.float32).min)  # finite where a window hides the whole tile
+        shift = larger.clamp(min=torch.finfo(torch.float32).min)  # finite, even if the window hides the whole tile
         faded, exps = (most - shift).exp(), (scores - shift).exp()
         total = total * faded + exps.sum(dim=-1, keepdim=True)
         sums = sums * faded + torch.bmm(exps.to(value.dtype), value[:, tile]).float()
@@ -120,7 +121,8 @@ def probed(results: Callable[[int], Any]) -> bool:
     """Return whether the first token's result is the same in batches of different sizes.
 
     Args:
-        results: from a number of tokens to their results, the same first token each time; compared by ==.
+        results: function that computes a batch of the given number of tokens and returns the first token's result,
+            which is compared by ==. The first token is the same in all batches.
     """
     first = [results(count) for count in _PROBED]
     return all(each == first[0] for each in first)

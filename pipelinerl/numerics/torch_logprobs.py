@@ -4,8 +4,8 @@ The results agree with the definitions in `logprobs`. If a linear head computes 
 over pieces in fp32: a sum in bf16 loses more with every piece.
 
 `to_fp32` makes the output layer return fp32 logits, in engine and trainer alike: according to the MiniMax-M1 report,
-its rounding is the main source of the mismatch. Hidden states and weights keep their dtypes; their products are summed
-in fp32 and never rounded to a shorter type.
+the rounding of logits is the main source of the mismatch. Hidden states and weights keep their dtypes; their products
+are summed in fp32 and never rounded to a shorter type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_predictions(
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Tensor:
-    """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, and M measures.
+    """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, then M measures.
 
     With more than `logits_at_once` logits, tokens are processed in pieces, and backward recomputes the logits.
 
@@ -47,7 +47,7 @@ def token_predictions(
         token_ids: i64 [N].
         temperatures: f32 [N]; None means 1 everywhere.
         vocab_size: V.
-        measures: the M measures of each distribution to compute.
+        measures: the M measures of each token's distribution to compute, such as its entropy.
     """
     rows = max(1, logits_at_once // vocab_size)
     if hidden.shape[0] <= rows:
@@ -170,7 +170,7 @@ def _predictions(
 def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(dim=-1) - normaliser
-    logprobs = logits - normaliser[:, None]  # subtracting first keeps precision: normaliser − Σ π·logits would cancel
+    logprobs = logits - normaliser[:, None]  # more precise than normaliser − Σ π·logits, which cancels
     return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
@@ -224,5 +224,5 @@ class Fp32Head:
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
             sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
-            return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two
+            return parameter + (sent.float() - parameter.detach())  # exact: they differ by less than a factor of two
         return parameter.float()

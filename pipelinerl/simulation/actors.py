@@ -1,7 +1,7 @@
 """`SimulatedActors` and `SimulatedTrainer`: the simulation's actors and trainer, and the `Agenda` of its events.
 
-Actors claim prompt orders, send requests, have answers judged, and deliver groups. Each does one thing at a time, since
-it is one event loop. An actor holds at most `groups_in_flight` orders; further orders wait in the stream. A request
+Actors claim prompt orders, send requests, have answers judged, and deliver groups. An actor does one thing at a time,
+since it is one event loop. It holds at most `groups_in_flight` orders; further orders wait in the stream. A request
 goes to the engine with the fewest outstanding answers, counted over all actors, as in `engines/http/pool.py`.
 """
 
@@ -47,7 +47,7 @@ class Agenda:
 @final
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """The trainer's computation, which may be slowed down; calls `done` when it ends."""
+    """The trainer, which computes at a speed that may change; it calls `done` at the end of a computation."""
 
     agenda: Agenda
     done: Callable[[], None]
@@ -63,7 +63,7 @@ class SimulatedTrainer:
         self._plan()
 
     def slow(self, factor: float) -> None:
-        """Let the computation take `factor` times as long from now on."""
+        """Let the current and later computations take `factor` times as long from now on."""
         if factor == self._slowness:
             return
         if self.is_computing:
@@ -114,17 +114,17 @@ class SimulatedActors:
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Request a group's answers again after an update aborted them."""
+        """Request the missing answers of a group again, after a weight update has aborted them."""
         self._let_go(group)
         self._request(group)
 
     def answered(self, group: SimulatedGroup) -> None:
-        """Process a group that an engine has finished."""
+        """Have a group judged whose answers an engine has finished."""
         self._let_go(group)
         self.agenda.at(self._worked(group, self.times.answer_s * group.size), self._judge, group)
 
     def gave_up(self, group: SimulatedGroup) -> None:
-        """Drop a group that an engine was sampling."""
+        """Drop a group that an engine was sampling, since it is too old or has used up its attempts."""
         self._let_go(group)
         self.ended()
 

@@ -1,7 +1,7 @@
-"""`calibrate`: estimates the `Hardware` of finished runs from their events; `measure`: their figures.
+"""`calibrate` estimates the `Hardware` of finished runs from their events; `measure` computes a run's means.
 
-    engine         `engines` events: busy seconds by decode steps, rows and prompt tokens, non-negative least squares
-    trainer        `step` events: computing seconds by tokens and optimizer steps, or only by tokens if they hardly vary
+    engine         `engines` events: busy seconds, fitted to decode steps, rows and prompt tokens
+    trainer        `step` events: computing seconds, fitted to tokens and, if tokens vary enough, optimizer steps
     update         `publish` events
     verification   the traced groups of `step` events
     report         the part of a step's period that is neither waiting nor computing
@@ -38,7 +38,7 @@ from pipelinerl.simulation.prediction import FILLS, Prediction
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 
-#: If tokens per step vary by less than this share of their mean, no slope can be fitted.
+#: If tokens per step vary by less than this share of their mean, no time per optimizer step can be fitted.
 _SPREAD: Final = 0.2
 #: Upper limit in seconds of the search for an actor's work per rollout.
 _MOST_ACTOR_S: Final = 0.05
@@ -59,7 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks figures."""
+    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks data."""
     first, *others = runs
     measured = measure(first.events)
     hardware = Hardware(
@@ -105,7 +105,7 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication; with `drain`, exclude the wait for rows to end, which is simulated."""
+    """Return the mean times of a publication, without the wait of `drain` for running rows, which is simulated."""
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()
@@ -123,7 +123,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Choose an actor's work per rollout so that simulated steps take as long as real ones; half precedes sampling."""
+    """Choose an actor's work per rollout so that simulated steps take as long as real ones. Half precedes sampling."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -141,7 +141,7 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
     """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs."""
-    # The share of time in which both work comes from a simulation with the fitted factors; two iterations are enough.
+    # Each iteration simulates with the current factors, to find when engine and trainer both work. Two are enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
     found = hardware
@@ -186,22 +186,22 @@ def _nonnegative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> l
     return found
 
 
-#: The fewest steps that allow a comparison.
+#: Smallest number of counted steps with which a run can be compared with a simulation.
 _FEWEST: Final = 6
-#: A simulation is trusted if its figures differ from the measured figures by at most this share.
+#: A simulation is trusted if its results differ from the measured ones by at most this share.
 TRUSTED: Final = 0.10
-#: The figures that are compared to judge a simulation.
+#: Fields of `Measured` and `Prediction` that are compared to judge a simulation.
 JUDGED: Final = ("step_s", "tokens_per_s")
-#: The number of simulations whose median is used; odd, so that the median is one of them.
+#: Number of simulations of which the median is used; odd, so that the median is one of them.
 DRAWS: Final = 5
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the counted steps, named as in `Prediction`; `tokens` include prompts.
+    """A run's measured means over the counted steps; fields are named as in `Prediction`, and `tokens` include prompts.
 
-    `compute_s` excludes the wait for a publication. `report_s`: from the end of a step to the beginning of the next.
+    `compute_s` excludes the wait for a publication. `report_s` is the time between the end of a step and the next step.
     """
 
     steps: int
@@ -217,7 +217,7 @@ class Measured:
     report_s: float
 
     def errors(self, prediction: Prediction) -> Mapping[str, float]:
-        """Return simulated ÷ measured − 1 for the compared figures."""
+        """Return simulated ÷ measured − 1 for each field of `JUDGED`."""
         return {name: getattr(prediction, name) / getattr(self, name) - 1 for name in JUDGED}
 
 
@@ -240,7 +240,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run, without steps that overlap an evaluation. Raises UserError if figures are missing."""
+    """Measure a finished run, without steps that overlap an evaluation. Raises UserError if events lack data."""
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:
@@ -286,7 +286,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     """Return the prediction with the median step time of several simulations, each as long as the run."""
-    # They draw different lengths: a steady state takes dozens of steps, and waits in a short run depend on the lengths.
+    # Simulations draw different answer lengths, on which the waits of a short run depend before a steady state.
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

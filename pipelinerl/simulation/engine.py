@@ -2,10 +2,10 @@
 
     submit ─▶ waiting ─▶ a row, at the next step boundary ─▶ ends after as many steps as its answer has tokens
 
-It follows `pipelinerl/engines/batching/`: between two steps, first a due commit is applied, then waiting requests get
-free rows; with `drain`, no request is admitted until all rows are empty. While no row joins or ends, the batch and the
-step time are constant, so the next event is computed directly. `plan` returns its time; `fire` processes it. Any change
-in between (`submit`, `commit`, `slow`) invalidates the previous plan.
+It follows `pipelinerl/engines/batching/`: between two steps, first a due commit of weights is applied, then waiting
+requests get free rows; if a commit waits with `drain`, no request is admitted until all rows are empty. While no row
+joins or ends, the batch and the step time are constant, so the next event is computed directly. `plan` returns its
+time; `fire` processes it. Any change between these two calls (`submit`, `commit`, `slow`) invalidates the plan.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class WaitingGroups:
         return sum(map(len, self._by_version.values()))
 
     def offer(self, group: SimulatedGroup) -> None:
-        """Add a group."""
+        """Add a group that is ready to train."""
         heapq.heappush(self._by_version.setdefault(group.oldest, []), (group.index, group))
         self.rollouts += group.size
 
@@ -93,12 +93,12 @@ class WaitingGroups:
         return chosen
 
 
-#: Rounding tolerance, in steps.
+#: Tolerance for rounding errors in numbers of steps.
 _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """The events at one step boundary."""
+    """Changes at one step boundary of an engine: groups that ended or were aborted, and a new weight version."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""
@@ -157,7 +157,7 @@ class SimulatedEngine:
         self._commit = version
 
     def withdraw(self, group: SimulatedGroup, now: float) -> None:
-        """Cancel a group and free its rows."""
+        """Cancel all answers of a group and free their rows."""
         if group.started < group.size:
             self._waiting.remove(group)
         if any(row[3] is group for row in self._rows):
@@ -262,8 +262,8 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """End all rows; return the groups to request again, except those with requests that still wait here."""
-        # Each commit aborts all rows, so all running answers began with `version`, the version before this commit.
+        """Abort all rows; return the groups to request again, except those that already wait here for rows."""
+        # Every commit aborts all rows, so all running answers were sampled by `version`, the one before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:
             running.setdefault(group.index, (group, []))[1].append(ends - began)

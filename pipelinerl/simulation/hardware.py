@@ -1,4 +1,4 @@
-"""Times of all operations on some hardware, in seconds: calibrated, or from a table (docs/understand/simulation.md)."""
+"""Seconds that each operation takes on some hardware, either calibrated or computed from published figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Times of a trainer: `token_s` per token of a pass, with prompts, and `optimizer_step_s` per optimizer step."""
+    """Times of a trainer: `token_s` per token of a pass (prompts too), and `optimizer_step_s` per optimizer step."""
 
     token_s: float
     optimizer_step_s: float = 0.0
@@ -51,13 +51,13 @@ class ControlTimes:
     """Times of everything except engine and trainer.
 
     Attributes:
-        order_s: from the controller's decision until an actor claims the prompt order.
+        order_s: delay between the controller's decision and an actor's claim of the prompt order.
         request_s: an actor's own work per rollout before sampling; an actor does one thing at a time.
         answer_s: an actor's own work per rollout after sampling.
-        verify_s: judging a group, in the background.
+        verify_s: time to judge a group, in the background.
         verifiers: number of groups that can be judged at the same time; None for no limit.
-        deliver_s: from the actor to the trainer.
-        report_s: from the end of a step until the trainer can begin the next step.
+        deliver_s: delay of a group between actor and trainer.
+        report_s: time between the end of a step and the moment when the trainer can begin the next one.
     """
 
     order_s: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 from pipelinerl.errors import UserError
 from pipelinerl.simulation.hardware import Prices
 
-#: The first 1/5 of the steps fills the pipeline and is excluded from all figures, measured or simulated.
+#: The first 1/`FILLS` of the steps fills the pipeline and is excluded from all results, measured or simulated.
 FILLS: Final = 5
 
 
@@ -30,7 +30,7 @@ class SimulatedStep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Prompt orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Numbers of prompt orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
 
     issued: int
     trained: int
@@ -43,7 +43,7 @@ class Account:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Figures of all steps after the first `skipped` steps, which fill the pipeline.
+    """Results over all steps except the first `skipped`, which fill the pipeline.
 
     Attributes:
         trainer_wait: share of time in which the trainer waits for rollouts.
@@ -51,7 +51,7 @@ class Prediction:
         trainer_held: share of time in which the trainer waits for a publication to end.
         engine_idle: share of the engines' time in which they have no rows.
         staleness: shares of the trained rollouts, by age in versions.
-        discarded: share of tokens that were in stale groups, among the tokens of all groups that ended.
+        discarded: tokens of stale groups, as a share of the tokens of all groups that ended.
         order_s: mean time from an order's issue to its end.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
@@ -110,7 +110,7 @@ _AS_FAST: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting of the recipe (changes `section.key=value`), with its prediction or the reason why it cannot run."""
+    """A recipe with changes `section.key=value`, and its prediction or the reason why it cannot run."""
 
     changes: tuple[str, ...]
     engines: int = 0
@@ -119,7 +119,10 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of axes `section.key=value,value,…`; the first varies slowest. Raises UserError."""
+    """Return all combinations of the values of axes `section.key=value,value,…`; the first axis varies slowest.
+
+    Raises UserError if an axis is invalid.
+    """
     values: list[list[str]] = []
     for axis in axes:
         key, separator, several = axis.partition("=")
@@ -130,7 +133,7 @@ def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def recommended(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap ones the freshest.
+    """Return the cheapest of the trials that are nearly as fast as the fastest; of equally cheap ones, the least stale.
 
     Without prices, the trial with the fewest engines is the cheapest. None if no trial can run.
     """

@@ -1,7 +1,7 @@
 """Hardware tables computed from published figures of accelerators and models. Nothing here was measured.
 
-    decode step of n rows   the weights are read once, and each row reads its KV cache; arithmetic hides behind reading
-                            the weights until it takes longer than that
+    decode step of n rows   reading the KV caches of all rows, plus the longer of two parts that overlap: reading the
+                            weights once, and the arithmetic
     trained token           6 · (parameters + attention) floating-point operations, at the published utilisation
     publication             the weights cross the network to each engine, and are then copied within its memory
 

@@ -25,7 +25,7 @@ class SimulatedSetting:
 
     Attributes:
         oversample: most prompt orders issued for each order that is expected to train.
-        filtered: share of groups that are filtered and train nothing.
+        filtered: share of groups that are filtered out, so that they are not trained on.
     """
 
     steps: int
@@ -72,7 +72,7 @@ class LengthLaw(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
-    """Every answer has `tokens`."""
+    """Every answer has the same length, `tokens`."""
 
     tokens: int
 
@@ -89,7 +89,7 @@ class FixedLengths:
 @final
 @dataclass(frozen=True, slots=True)
 class HeavyTailedLengths:
-    """Log-normal lengths, truncated at `most`, with this `median`; `sigma` is that of the logarithm."""
+    """Log-normal lengths, truncated at `most`; `sigma` is the standard deviation of their logarithm."""
 
     median: float
     sigma: float
@@ -106,7 +106,7 @@ class HeavyTailedLengths:
         return self._at(generator.standard_normal(count))
 
     def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
-        with np.errstate(over="ignore"):  # an overflow to infinity is clipped below
+        with np.errstate(over="ignore"):  # the next line clips an overflow to infinity
             exact = np.ceil(self.median * np.exp(self.sigma * deviates))
         return np.clip(exact, 1, self.most).astype(np.int64)
 
@@ -129,7 +129,7 @@ class ObservedLengths:
 
 
 def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
-    """Return a function that draws the next `count` lengths; all its results are a function of `seed`."""
+    """Return a function that draws the next `count` lengths; the whole sequence depends only on `seed`."""
     generator = rng.generator(seed, "simulation", "lengths")
     stock: list[int] = []
 

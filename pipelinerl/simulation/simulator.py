@@ -1,6 +1,6 @@
 """`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first prompt order to its last step.
 
-    controller   issues orders within j and k         `StalenessBounds`, `FilteredShare`: the real decisions
+    controller   issues orders within its bounds         `StalenessBounds`, `FilteredShare`: the real decisions
     actors       request, judge, deliver              `actors.py`
     engines      decode, commit                       `engine.py`
     trainer      takes the oldest fresh groups        `engine.py`, `actors.py`
@@ -51,7 +51,7 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Integrate the orders in flight up to `now`; must be called before their number changes."""
+        """Add the time up to `now`, times the number of orders in flight; call this before that number changes."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 
@@ -236,8 +236,8 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """Give up outdated groups, like `Freshness` in the actors."""
-        # A group counts as sampled from the first version that its actor polls after the request.
+        """Cancel groups that have become too old to be trained on, as `Freshness` does in real actors."""
+        # A group's version is the first one that its actor has polled after requesting the group.
         asked, self._asked = self._asked, []
         for group in asked:
             group.heard = self._version
@@ -356,7 +356,7 @@ class _Run:
         )
 
     def prediction(self) -> Prediction:
-        """Return the figures of the steps after the pipeline has filled."""
+        """Return the results of the steps after the pipeline has filled."""
         first, last, counts = self._marked, self._mark(), self._counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)

@@ -1,10 +1,10 @@
 """Blocking calls in daemon threads, and their results in an event loop.
 
-`in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread; `tell` calls back into the event
-loop; `to_its_end` completes work despite cancellation.
+`in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread; `tell` schedules a callback in
+the event loop; `to_its_end` completes work even if the caller is cancelled.
 
-There are as many threads as concurrent calls, and an idle thread is reused. In a shared executor, a call that waits for
-its deadline would occupy one of a few threads, and the interpreter would wait for the call at exit.
+There are as many threads as concurrent calls, and an idle thread is reused. A shared executor would have only a few
+threads, each of which could be occupied by a hanging call until its deadline, and the interpreter would wait at exit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Thread:
                 if self in _free:
                     _free.remove(self)
                     return False
-            call = self.calls.get()  # `begin` took this thread from `_free` just before the timeout
+            call = self.calls.get()  # another thread took this one from `_free` just before the timeout
         threading.current_thread().name = call.name
         call.make()
         threading.current_thread().name = "free"
@@ -136,7 +136,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` is done, or for `timeout_s`; return True if it is done. The result is not retrieved.
+    """Wait until `future` is done, or for `timeout_s`; return True if it is done. Its result is not retrieved.
 
     This takes half the event-loop iterations of `asyncio.wrap_future`; engines wait here during each weight update.
     """

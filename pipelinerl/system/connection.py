@@ -2,11 +2,11 @@
 
 It sits between the transport and uvicorn's protocol, which keeps an endless header in memory, copies it with each read,
 and never closes a connection that sends nothing. These limits apply before authentication:
-- A request's head (its line and headers, or invalid data after a body) has at most `MAX_HEAD_BYTES` and one more read;
-  otherwise the status is 431. Trailers of a chunked body are dropped and do not become headers.
-- A head must be complete within `HEAD_TIMEOUT_S` of the connection, or of its first byte; otherwise 408.
-- The rest of a body that the application does not read is received for `HEAD_TIMEOUT_S`; then the connection is closed.
-- A process has at most `max_connections()` connections; otherwise 503.
+- A request's head (its first line and headers, or invalid data after a body) has at most `MAX_HEAD_BYTES`, plus one
+  read; otherwise the status is 431. Trailers of a chunked body are dropped and do not become headers.
+- A head must be complete within `HEAD_TIMEOUT_S` of the connection's start or the head's first byte; otherwise 408.
+- If the application does not read the rest of a body, the connection is closed after `HEAD_TIMEOUT_S`.
+- A process has at most `max_connections()` connections; further connections get 503.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -29,14 +29,14 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-#: Several times the size of the heads that our clients send; most servers accept 8 to 32 KiB.
+#: Maximum size of a request's head: several times the size that our clients send. Most servers accept 8 to 32 KiB.
 MAX_HEAD_BYTES: Final = 32 * 2**10
 HEAD_TIMEOUT_S: Final = 20.0
-#: Longer than our clients keep an idle connection. The client is then the one to close it, and no request arrives at a
-#: connection that the server is closing.
+#: Seconds for which an idle connection is kept: longer than our clients keep it. The client is then the one that closes
+#: it, and no request arrives at a connection that the server is closing.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
-#: Writes of at least this many bytes are sent at once, since an additional packet costs little compared with them.
+#: Writes of at least this many bytes are sent without delay: compared with them, an additional packet costs little.
 _LARGE_WRITE: Final = 2**14
 
 
@@ -68,7 +68,7 @@ class LimitedConnection:
     ) -> None:
         self._http = HttpToolsProtocol(config, server_state, app_state, _loop)
         self._http.parser = httptools.HttpRequestParser(self)
-        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
+        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn sets this, too
         self._stage = _Stage.IDLE
         self._is_served = False
         self._overhead = 0
@@ -77,7 +77,7 @@ class LimitedConnection:
         """True if the bytes being parsed began between two requests and no request has begun in them yet."""
         self._timer: asyncio.TimerHandle | None = None
 
-    # Callbacks that the transport calls.
+    # The transport calls the following methods.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Accept the connection, or answer 503 if there are too many."""
@@ -120,7 +120,7 @@ class LimitedConnection:
         """Resume writing."""
         self._http.resume_writing()
 
-    # Callbacks that the parser calls.
+    # The parser calls the following methods.
 
     def on_message_begin(self) -> None:
         """Handle a request's first byte."""
@@ -130,7 +130,7 @@ class LimitedConnection:
         self._http.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Handle a part of the request's target."""
+        """Handle a part of the request's URL."""
         self._http.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -153,7 +153,7 @@ class LimitedConnection:
         self._stage, self._overhead = _Stage.IDLE, 0
         self._http.on_message_complete()
 
-    # Deadlines while waiting for the client.
+    # The following methods enforce deadlines while the server waits for the client.
 
     @property
     def _is_answered(self) -> bool:
@@ -170,7 +170,7 @@ class LimitedConnection:
 
     def _arm(self) -> None:
         cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a connection that never sent a request gets HEAD_TIMEOUT_S
+        begun = cycle is not None  # a connection without any request so far gets HEAD_TIMEOUT_S
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
         self._timer = self._http.loop.call_later(seconds, self._late)
 

@@ -10,7 +10,7 @@ from pipelinerl.errors import UserError
 
 
 def system_words(error: OSError) -> str:
-    """Return the file's name and the system's reason, for example `runs/x/recipe.toml: Permission denied`."""
+    """Describe the error by the file's name and the system's reason: `runs/x/recipe.toml: Permission denied`."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 _LIBRARY: Final = "reasoning_gym"
 
-#: Modules of the library that were imported here, including the stand-ins for its packages; they are kept out of
-#: `sys.modules` between calls.
+#: Modules of the library that `create_dataset` imported, and the stand-ins for its packages. Between calls, they are
+#: not in `sys.modules`.
 _apart: dict[str, ModuleType] = {}
-#: Held during an import here, which changes `sys.modules` for all threads.
+#: Lock that is held while `create_dataset` imports, since `sys.modules` changes for all threads.
 _importing = Lock()
 
 
@@ -33,7 +33,7 @@ def create_dataset(task: str, **configuration: Any) -> Any:
     """
     with _importing:
         if _LIBRARY not in sys.modules and (module := _module_of(task)):
-            # A module that needs the code of its package fails to import here; the whole library is imported instead.
+            # A module that needs the code of its package fails to import; then the whole library is imported instead.
             with suppress(ImportError), _stand_ins(module.rpartition(".")[0]):
                 importlib.import_module(module)
                 factory = sys.modules[f"{_LIBRARY}.factory"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipelinerl.system.post_connections import FanoutClient
 
 
-#: Time limit for connecting; a live peer accepts a connection within it, however long its response takes.
+#: Time limit for connecting. A live peer accepts a connection in less time, even if its response takes long.
 CONNECT_S: Final = 5.0
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -94,7 +94,7 @@ def post_connections(
 
 
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
-    """Return the deadline of one `hot_session` call; with infinity, for endless streams, only connecting has one.
+    """Return the timeout of one `hot_session` call. If it is infinite, for endless streams, only connecting is limited.
 
     With `silence_s`, the call also times out if the peer sends nothing for that long.
     """
@@ -135,7 +135,7 @@ def _trusted() -> Any:
     return httpx.create_ssl_context(trust_env=False)
 
 
-#: Must be shorter than `connection.KEEP_ALIVE_S`, so that the client is the one to close idle connections.
+#: Seconds for which clients keep idle connections: less than `connection.KEEP_ALIVE_S`, so that clients close them.
 KEEP_ALIVE_S: Final = 30.0
 _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
@@ -156,7 +156,7 @@ class ServicePatience:
 
 
 class ServiceFailed(Exception):
-    """A service failed to process a request; a retry there or at another service may succeed."""
+    """A service failed to process a request; a retry at this or another service may succeed."""
 
 
 async def post(

@@ -1,12 +1,12 @@
 """Shared parts of all our HTTP services: a bound socket, limits, authentication, one error format, and shutdown.
 
 - A service without a token may bind only loopback.
-- The token is compared in constant time; only `/health` needs none.
+- The token is compared in constant time; only `/health` can be requested without it.
 - Web pages of other origins cannot make a server act, with or without a token.
-- Bodies are JSON, limited in size and time; `connection` has the limits of a connection.
+- Bodies are JSON, limited in size and time; `connection` limits connections and headers.
 - Errors have OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, and do not repeat the body.
-- On a signal, the server ends after running requests were answered or cancelled.
-- `HeartbeatRoute` responds at once, and sends heartbeats while its work runs.
+- On a signal, the server ends once all running requests are answered or cancelled.
+- `HeartbeatRoute` begins its response immediately, and sends heartbeats while the work runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
 
-#: Far above real bodies: the layout of a hundred thousand parameters takes 10 MB, and prompts take far less.
+#: Maximum size of a body, far above real ones: the layout of 100,000 parameters takes 10 MB, and prompts far less.
 MAX_BODY_BYTES: Final = 32 * 2**20
 #: Time limit for receiving a request's body.
 BODY_TIMEOUT_S: Final = 30.0
@@ -59,14 +59,14 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The part of the server that limits request bodies."""
+    """The part of the server that must limit the bodies of a request: this module, or the route."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Add authentication, and limits on bodies (`puts` for those of PUT), in front of the application.
+    """Add authentication, and limits on bodies, in front of the application; `puts` is the rule for PUT's bodies.
 
     Without a `token`, only loopback is served, and all requests of this machine except those of web pages are accepted.
     """
@@ -102,7 +102,7 @@ class _Gate:
         if self._expected is None or scope["path"] == OPEN_PATH:
             return None
         scheme, _, credential = given.get(b"authorization", b"").partition(b" ")
-        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # RFC 7235, 2.1: any case
+        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # any case: RFC 7235, 2.1
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
         return refusal(401, message, code="unauthorized")
@@ -138,9 +138,9 @@ def _is_own_name(host: bytes) -> bool:
 
 
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-    """Reject bodies other than uncompressed JSON.
+    """Return the response that rejects a body unless it is uncompressed JSON; None if the body is acceptable.
 
-    Browsers send a preflight request before JSON from another origin, but none before the content types of HTML forms.
+    Browsers send a preflight request before a web page of another origin can send JSON, but none before HTML forms.
     """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
@@ -156,7 +156,7 @@ def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
 
 @final
 class _BoundedBody:
-    """A `receive` function that raises HTTPException for a body that is too large or too slow."""
+    """An ASGI `receive` function that raises HTTPException for a body that is too large or too slow."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -188,8 +188,8 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
 
 
 def refuse_in_one_shape(app: Starlette) -> None:
-    """Report the framework's own errors, and unexpected exceptions, in the format of `refusal`."""
-    from fastapi.exceptions import RequestValidationError  # lazy: not every service needs fastapi
+    """Make `app` report the framework's own errors, and unexpected exceptions, in the format of `refusal`."""
+    from fastapi.exceptions import RequestValidationError  # imported only here, since not every service needs fastapi
 
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -259,7 +259,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """Return the uvicorn configuration of all our applications; the caller runs the application's lifespan."""
+    """Return the uvicorn configuration for an application, whose lifespan the caller must run."""
     return uvicorn.Config(
         app,
         http=LimitedConnection,  # type: ignore[arg-type]  # it has the methods of an asyncio.Protocol
@@ -290,7 +290,7 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
         async with _up(app):
             try:
                 await server.serve(sockets=[listener])
-            finally:  # when cancelled, uvicorn leaves its descriptor in the event loop, and a later socket may reuse it
+            finally:  # a cancelled uvicorn leaves the descriptor in the event loop, where a later socket may reuse it
                 for accepting in getattr(server, "servers", ()):
                     accepting.close()
 
@@ -337,7 +337,7 @@ def serve(app: Starlette, listener: socket.socket) -> None:
 
     async def until_signalled() -> None:
         serving = asyncio.ensure_future(serve_until(app, listener))
-        for number in (signal.SIGTERM, signal.SIGINT):  # with its own handlers, uvicorn raises the signal again
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's own handlers would raise the signal again
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         with suppress(asyncio.CancelledError):
             await serving
@@ -369,13 +369,13 @@ class RequestRefused(Exception):
 
 @final
 class HeartbeatRoute:
-    """A POST route for one type of request, as an ASGI application, which notices when clients disconnect."""
+    """A POST route for one type of request, as an ASGI application. It cancels the work if the client disconnects."""
 
     #: A coroutine that returns the answer.
     Work = Coroutine[Any, Any, msgspec.Struct]
 
     def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
-        """Create the route; `begin` takes the decoded `request`, or raises `RequestRefused`."""
+        """Create the route; `begin` returns the work for a body of type `request`, or raises `RequestRefused`."""
         self._type = request
         self._begin = begin
 
@@ -384,9 +384,9 @@ class HeartbeatRoute:
             work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
         except ClientDisconnect:
             return
-        except msgspec.ValidationError as error:  # names the expected type and path, never the content
+        except msgspec.ValidationError as error:  # its message names the expected type and path, never the content
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec passes on the last two unchanged
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec may raise all three
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

@@ -22,7 +22,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address that faces (`host`, `port`). Raises `OSError` if there is no route to the host."""
+    """Return the address from which this machine connects to (`host`, `port`). Raises `OSError` without a route."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -30,15 +30,15 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """Return the address that other networks would reach this machine by; loopback if there is no network."""
+    """Return the address by which other networks would reach this machine; loopback if there is no network."""
     try:
-        return address_towards("192.0.2.1", 9)  # reserved for documentation; sends no packet
+        return address_towards("192.0.2.1", 9)  # an address reserved for documentation; no packet is sent
     except OSError:
         return LOOPBACK
 
 
 def address_facing(urls: Iterable[str]) -> str:
-    """Return one address at which all servers at `urls` reach this machine; loopback if all are on this machine.
+    """Return one address at which all servers at `urls` reach this machine; loopback if all servers are on it.
 
     If the servers are on several networks, the first remote server decides. Hosts that cannot be resolved are ignored.
     """
@@ -83,14 +83,14 @@ def _resolver() -> Any:
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None
-    library.__res_init()  # otherwise the first query would reset our values
+    library.__res_init()  # else the first query would initialise the fields and overwrite our values
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return library.__res_state()
 
 
 #: The ports given to services, below Linux's default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
-#: Time limit in seconds of a loopback connection.
+#: Seconds within which a connection over loopback must be made.
 _ANSWERS_S: Final = 2.0
 #: Counts the ports that this process has tried.
 _LOOKED_AT: Final = counting()

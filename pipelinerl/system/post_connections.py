@@ -1,7 +1,7 @@
 """`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
 
-HTTP libraries build each request from scratch. Here a request is prepared bytes: its head is cached for each peer, and
-all peers share its body.
+HTTP libraries build each request from scratch. Here requests are prepared as bytes: a request's head is cached for each
+peer, and all peers share its body.
 
 A connection carries one call at a time, and is reused only after a complete response. Every call has a deadline. A
 response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close an idle connection just as it is reused.
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-#: Several times the size of any useful error message.
+#: Maximum size of a response in bytes: several times the size of any useful error message.
 MOST_ANSWER_BYTES: Final = 2**20
 _SAY_WHERE_IT_ENDS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
@@ -185,7 +185,7 @@ class _NotAnswered(ConnectionError):
 
 @final
 class _Line:
-    """One connection: an `asyncio.Protocol` with the callbacks of its parser. While open, it is a member of `lines`."""
+    """One connection: an `asyncio.Protocol` with the callbacks of its parser. While it is open, `lines` contains it."""
 
     def __init__(self, lines: set[_Line]) -> None:
         self._lines = lines
@@ -201,7 +201,7 @@ class _Line:
         self.closed = asyncio.Event()
 
     def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request and return the future of its response; it raises `ConnectionError` if the connection is lost.
+        """Send a request; return the future of its response, which raises `ConnectionError` if the connection is lost.
 
         With `streams`, the future's result holds only the part of the body that `taken` has not returned.
         """
@@ -243,7 +243,7 @@ class _Line:
             self._answer.set_exception(error)
             self._tell()
 
-    # Callbacks that the event loop calls.
+    # The event loop calls the following methods.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -272,7 +272,7 @@ class _Line:
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete a response without a length, which ends with the connection; fail any other response."""
+        """Complete a response of unknown length, which ends with the connection; fail any other response."""
         self._transport = None
         self._lines.discard(self)
         self.closed.set()
@@ -283,12 +283,12 @@ class _Line:
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
-        """Keep writing when the peer reads slowly: at most one request is buffered."""
+        """Ignore that the peer reads slowly: at most one request is buffered."""
 
     def resume_writing(self) -> None:
         """Do nothing."""
 
-    # Callbacks that the parser calls.
+    # The parser calls the following methods.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._has_end = self._has_end or name.lower() in _SAY_WHERE_IT_ENDS

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _USUAL = gc.get_threshold()
-#: Number of new objects after which the youngest generation is collected; Python's default is hundreds.
+#: Number of new objects that triggers a garbage collection while a process loads; Python's default is hundreds.
 _WHILE_LOADING = 50_000
 
 
 def collect_rarely() -> None:
     """Collect garbage rarely while a process starts; a command that serves no requests may keep this setting.
 
-    Imported objects are never garbage, but Python searches them repeatedly while their number grows. That takes an
-    eighth of the CPU time in which a process with torch and transformers starts.
+    Imported objects are never garbage, but Python searches them repeatedly while their number grows. This search takes
+    an eighth of the CPU time that a process with torch and transformers needs to start.
     """
     gc.set_threshold(_WHILE_LOADING)
 
@@ -40,7 +40,7 @@ def run_process(main: Callable[[], None]) -> None:
         main()
         status = 0
     except SystemExit as ended:
-        if not isinstance(ended.code, int):  # the code is a message, which the interpreter prints
+        if not isinstance(ended.code, int):  # the code is a message, and the interpreter prints it
             raise
         status = ended.code
     if any(thread.daemon for thread in threading.enumerate()):

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie the process, set its cores, and execute the program."""
+    """Tie this process to its parent, set its cores, and execute the program."""
     parent, ending, cores, _, *argv = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.Signals[ending]))

@@ -37,7 +37,7 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: Values that a filter may take, by name: first values of the problem, then lists with an entry per answer.
+#: Arguments that a filter may have, by name: first values of the problem, then lists with an entry per answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,
@@ -54,12 +54,12 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "finish_reasons": lambda problem, answers, verdicts: [answer.finish_reason for answer in answers],
     "token_ids": lambda problem, answers, verdicts: [list(answer.token_ids) for answer in answers],
 }
-#: Types to which a worker converts values from JSON.
+#: Types to which a worker converts these arguments from JSON; arguments not listed stay as they are.
 _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict]}
 
 
 def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names in `OF_THE_GROUP` that a filter takes. Raises `RecipeError` for an unsuitable function."""
+    """Return the names in `OF_THE_GROUP` that a filter has as arguments. Raises `RecipeError` if it is unsuitable."""
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
     parameters = parameters_of(function)
@@ -69,7 +69,7 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
-    """Load the filter; return a worker's function (`worker_process`): values by name → verdict. Raises `UserError`."""
+    """Load a filter; return the function that a worker runs: arguments by name → verdict. Raises `UserError`."""
     function = load_reference(reference)
     limit_memory()
 

@@ -23,9 +23,9 @@ from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Largest product of characters and instructions that is checked on the event loop, within five milliseconds.
+#: An answer is checked on the event loop, which takes up to 5 ms, if characters · instructions is at most this number.
 _QUICK_CHARS: Final = 10_000
-#: Factor by which loose matching may be more expensive than strict matching.
+#: Loose matching takes at most this many times as long as strict matching.
 _LOOSE_COST: Final = 4
 #: Number of problems whose parsed instructions are cached.
 _KEPT: Final = 4096
@@ -92,7 +92,7 @@ def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """Return a worker's function (`worker_process`): `[metadata, ground truth, answer, matching]` → list of results."""
+    """Return the function that a worker runs: `[metadata, ground truth, answer, matching]` → result per instruction."""
     preload_languages()
 
     def answering(question: Any) -> list[bool]:

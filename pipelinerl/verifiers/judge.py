@@ -51,12 +51,12 @@ class Reply(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """Number of tokens of the reply, if known."""
+        """Number of tokens of the reply; None if the server does not report it."""
         ...
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt, if known."""
+        """Number of tokens of the prompt; None if the server does not report it."""
         ...
 
 
@@ -174,7 +174,7 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the open server. Votes that wait for the same opening share its failure; a later vote tries again."""
+        """Return the server, opened by the first vote. Votes that wait meanwhile share a failure; later votes retry."""
         if self._server is not None:
             return self._server
         if self._opening is None:
@@ -249,7 +249,7 @@ def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
 
 
 _MARK_BYTES: Final = 8
-#: Positions behind the opening bracket of control tokens of chat templates, where a backslash is inserted.
+#: Matches the position behind the opening bracket of a chat template's control token, where a backslash is inserted.
 _CONTROL: Final = re.compile(
     r"(?<=[<＜])(?=[|｜])|(?<=<)(?=/?(?:s|bos|eos|pad|unk|system|user|assistant|start_of_turn|end_of_turn|think|SYS)>)"
     r"|(?<=<<)(?=/?SYS)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS)\])",
@@ -265,9 +265,9 @@ class Quotation:
         the text
         === answer 5f0c9b3e7a41d2c8 ends ===
 
-    The mark is a hash of all texts that occurs in none of them, so equal prompts stay equal. Strings that servers may
+    The mark is a hash of all texts and occurs in none of them, so equal prompts stay equal. Strings that servers may
     take for control tokens (`<|im_end|>`, `</s>`, `[INST]`) get a backslash. Texts are cut to `most_chars`, with a note
-    in the first line. A judge that obeys instructions in a quotation is still influenced.
+    in the first line. None of this helps if the judge obeys instructions in a quotation.
     """
 
     def __init__(self, texts: Mapping[str, str], *, most_chars: int) -> None:
@@ -298,12 +298,12 @@ _MOST_OBJECTS: Final = 200
 
 
 class Unreadable(Exception):
-    """A reply holds no valid score, or several scores."""
+    """A reply holds no valid score, or several different ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """Form of a score from `low` to `high` in a reply: JSON, or the group of a regular expression.
+    """The form in which a reply states a score from `low` to `high`: JSON, or the group of a regular expression.
 
     A reply with different scores is discarded, so that a score in a repeated answer cannot count.
     """

@@ -24,12 +24,12 @@ from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
-# The quantifiers are possessive, so any text takes a single pass.
+# All quantifiers are possessive: the search never backtracks, so it takes one pass over any text.
 _STATED: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
 #: Longest answer given to the parser, after normalisation; before normalisation it may have twice that length.
 _MAX_ANSWER_CHARS: Final = 2000
-#: A comparison that reaches the deadline is the answer's fault if its processor time is this share of the deadline.
+#: An answer whose comparison misses the deadline is wrong if the processor time is at least this share of the deadline.
 _SHARE_SPENT: Final = 0.5
 #: Number of characters of an answer that a verdict shows.
 _SHOWN: Final = 200
@@ -93,7 +93,7 @@ class MathAnswer:
             return failed(f"math-verify: {error}")
         if equal is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
-        # All equal answers are reported in the same form, the ground truth's.
+        # All answers equal to the ground truth are reported in its form.
         return correct(gold[:_SHOWN]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_SHOWN])
 
     async def _is_comparable(self, gold: str) -> bool:
@@ -176,7 +176,7 @@ _EACH_KIND: Final = (
 
 
 def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
-    """Return a worker's function (`worker_process`): `[gold, given]` → whether they are equal.
+    """Return the function that a worker runs: `[gold, given]` → whether the two answers are equal.
 
     The result is null if the library fails on `gold` itself. If it fails only on `given`, the two are not equal;
     otherwise a model could learn to crash it.

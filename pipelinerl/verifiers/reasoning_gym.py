@@ -2,9 +2,9 @@
 
 Tasks whose scorer would run the answer as code are rejected. Scorers that turn out slow run in a worker process with a
 deadline, and so does any scorer if the answer is much longer than the true answer. Other scorers run in the caller's
-process, since a worker costs several times as much as a fast scorer. Slowness is measured in processor time, because a
-busy machine delays any scorer. Reading processor time is a system call, so it is read only after a scoring that took
-long by the clock. If the scorer fails on an answer but gives the true answer the full score, the answer is wrong.
+process, since a worker costs several times as much as a fast scorer. Slowness is measured in processor time, because
+elapsed time is also long on a busy machine. Processor time is read, by a system call, only for a scorer whose elapsed
+time was long. If the scorer fails on an answer but gives the true answer the full score, the answer is wrong.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ UNSAFE_TASKS: Final = frozenset(
     }
 )  # fmt: skip
 
-#: Processor seconds for which one scoring may block an event loop.
+#: A scoring that takes at most this many processor seconds may run on the event loop.
 _QUICK_S: Final = 0.002
 #: A scorer is slow after this many consecutive scorings above `_QUICK_S`, or one above `_LONG_S`. A single scoring may
 #: be slow because it fills caches or triggers the garbage collector.
 _NOT_QUICK: Final = 3
 _LONG_S: Final = 0.05
-#: A scorer may take quadratic time on answers longer than this multiple of the true answer, plus a constant.
+#: An answer is scored by a worker if it is longer than the true answer times this factor, plus `_AND_SOME`: some
+#: scorers take quadratic time.
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
 #: Number of characters of an answer that a verdict shows.
@@ -124,7 +125,7 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """Decide by the processor time of a scoring whether its scorer is slow."""
+        """Mark a task's scorer as slow if the processor time of its latest scorings requires it."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
         if seconds <= _QUICK_S:
             self._doubted.discard(name)
@@ -147,7 +148,7 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """Return a worker's function (`worker_process`): `[name, index, answer, truth]` → score or error message."""
+    """Return the function that a worker runs: `[name, index, answer, truth]` → score or error message."""
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:

@@ -7,8 +7,9 @@
 
 A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. An exception,
 None, or an invalid value (no number, not finite, or above `MOST_REWARD`) gives a `verifier_error`, not a reward of 0.
-One exception keeps a model from learning to crash the function: if a synchronous function of one answer raises twice an
-error that a text can cause (`_OF_THE_TEXT`), and finds the ground truth correct, the answer is wrong.
+There is one special case, so that a model cannot learn to crash the function. If a synchronous function of one answer
+raises an error that a text can cause (`_OF_THE_TEXT`), raises one again in a second call, and finds the ground truth
+correct, the answer is wrong.
 
 An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other function runs in worker
 processes (`worker_pool.py`), which are killed at the deadline.
@@ -58,7 +59,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
-    """Return the names of required parameters that are not in `known`, or cannot be passed by name."""
+    """Return the names of required parameters that are not in `known`, and of those that are positional-only."""
     names = frozenset(known)
     return [
         each.name
@@ -81,7 +82,7 @@ MOST_REWARD: Final = 1e6
 #: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
 
-#: Values that a function of one answer may take, by name.
+#: Arguments that a function of one answer may have, by name.
 OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "problem": lambda problem, _: problem,
     "completion": lambda _, answer: answer.text,
@@ -94,7 +95,7 @@ OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "finish_reason": lambda _, answer: answer.finish_reason,
     "tags": lambda problem, _: problem.tags,
 }
-#: Values that a function of a group may take, by name: lists with an entry per answer. The first three names are TRL's.
+#: Arguments that a function of a group may have, by name: lists with an entry per answer. The first three are TRL's.
 OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "completions": OF_ONE["completion"],
     "prompts": OF_ONE["prompt"],
@@ -106,7 +107,7 @@ _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
-    """Unit for which a user's reward function is called: one answer, or a whole group."""
+    """The answers that one call of a user's reward function judges: a single one, or all of a group."""
 
     ONE = "one"
     GROUP = "group"
@@ -125,7 +126,7 @@ class RewardFunction:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any]) -> RewardFunction:
-        """Inspect the function's parameters. Raises `RecipeError` if it requires an unknown one."""
+        """Inspect the function's parameters. Raises `RecipeError` if it requires an argument that is not offered."""
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
         of = Of.GROUP if names & _GROUP_NAMES else Of.ONE
@@ -160,7 +161,7 @@ class RewardFunction:
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
-    """Return whether the function's first two parameters take the problem and the text by position."""
+    """Return whether the first two parameters, `placed`, are a problem and an answer's text, passed by position."""
     if len(placed) < 2 or any(each.default is not each.empty for each in placed):
         return False
     first, second = (each.name for each in placed)
@@ -223,7 +224,7 @@ def _shown(value: Any) -> str:
 
 
 def open_function(argument: str) -> Callable[[Any], Any]:
-    """Return a worker's function (`worker_process`): `[problem, answers]` → verdicts. Raises `UserError`."""
+    """Load a function; return the function that a worker runs: `[problem, answers]` → verdicts. Raises `UserError`."""
     reference, correct_at = json.loads(argument)
     reward = RewardFunction.of_callable(load_reference(reference))
     limit_memory()
@@ -245,16 +246,16 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     return answering
 
 
-#: Exceptions that an answer's text can cause; others come from the function's environment, such as files or a network.
+#: Exceptions that an answer's text can cause. Other exceptions come from files, a network, or a bug in the function.
 _OF_THE_TEXT: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Return whether a function that failed on an answer fails again, and finds the ground truth correct."""
+    """Call a function again that failed on an answer; return True if it fails again, yet accepts the ground truth."""
     if reward.of is Of.GROUP:
-        return False  # with several answers, it is unknown which one is at fault
+        return False  # unknown which of the group's answers is at fault
     try:
         reward.calls(problem, answers)
     except _OF_THE_TEXT:
@@ -275,7 +276,7 @@ def limit_memory() -> None:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return  # only Linux has this file
+        return  # not Linux: this file does not exist
     used = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 

@@ -35,7 +35,7 @@ class Judgement(NamedTuple):
 
 
 class Verifier(Protocol):
-    """Judges single answers. A user's class with this method, and no constructor arguments, can be a verifier."""
+    """Judges single answers. A user's class with a method `verify` and no constructor arguments can be a verifier."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge `completion_text`, the whole answer without the end-of-turn token, without raising for any answer."""
@@ -44,7 +44,7 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class FastPathVerifier(Protocol):
-    """A verifier that gives most of its verdicts without waiting."""
+    """A verifier that can give most of its verdicts immediately, in a plain function call."""
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict of `verify`, or None if that would block the event loop for too long."""
@@ -65,7 +65,7 @@ class GroupVerifier(Protocol):
 
 @runtime_checkable
 class Startable(Protocol):
-    """A verifier with a slow startup, for example one whose workers import heavy libraries."""
+    """A verifier whose startup is slow, for example because its workers import heavy libraries."""
 
     async def start(self) -> None:
         """Do the slow startup before the first answer; a failure is reported when that answer is judged."""
@@ -82,7 +82,7 @@ async def start(verifier: object) -> None:
 class PerAnswerVerifier:
     """Judges the answers of a group by a `Verifier`, concurrently; a verdict that takes over `deadline_s` is cancelled.
 
-    `deadline_s` is None for a verifier that enforces a deadline itself. Equal answers have one fast-path verdict.
+    `deadline_s` is None for a verifier that enforces a deadline itself. The fast path judges equal answers once.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
@@ -143,7 +143,7 @@ def correct(answer: str) -> Verdict:
 
 
 def graded(reward: float, correct_at: float) -> Outcome:
-    """Return the outcome of a reward: correct from `correct_at` on, partial above 0, else wrong."""
+    """Return the outcome for a reward: correct if it is at least `correct_at`, else partial if above 0, else wrong."""
     if reward >= correct_at - ROUNDING:
         return Outcome.CORRECT
     return Outcome.PARTIAL if reward > 0 else Outcome.WRONG

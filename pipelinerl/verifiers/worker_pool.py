@@ -2,19 +2,19 @@
 
 A place is the right to let one question run. A pool has `workers` normal places, and further places for slow questions.
 
-    a question   waits for                         at most            then
-    first        a normal place                    the others' turns  is sent
-    sent         its answer                        it is slow         moves to a slow place, with a low priority
-    slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
+    a question that is   waits for                       at most until           and then
+    new                  a normal place                  earlier ones are done   is sent to a worker
+    sent                 its answer                      it counts as slow       gets a slow place and a low priority
+    slow                 a slow place, then its answer   the deadline            loses its worker: `TimeoutError`
 
 The deadline starts when a worker receives the question. A question is slow after four times the median processor time,
 or after four times the median elapsed time and at least a second. If all slow places are taken, the worker of a slow
 question is killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow
-questions come first (`FairSemaphore`). Hostile answers therefore do not delay other answers until their deadlines.
+questions come first (`FairSemaphore`). Hostile answers can therefore not delay other answers beyond their deadlines.
 
-An answer that hangs gets its verdict within the deadline plus four times the time of the questions before it, each of
-which holds a normal place for at most a fiftieth of a processor second (or four times the median). The caller must
-limit the number of questions: the pool rejects none, since that would mask honest answers.
+A question that hangs ends within the deadline plus the waits for the questions before it. Each of these holds a normal
+place for at most a fiftieth of a processor second, or four times the median. The caller must limit the number of
+questions: the pool rejects none, since that would mask honest answers.
 
 Processes start on demand (`worker_process.py`). If a caller is cancelled while a worker has its question, that worker
 is killed.
@@ -49,22 +49,22 @@ _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
 #: Shortest interval, in seconds, between checks of a worker's processor time.
 _LEAST_LOOK_S: Final = 0.002
-#: Clock id bits, as in `clock_getcpuclockid`, of the processor time of all threads of another process.
+#: Lowest bits of the id of the clock that counts the processor time of another process (see `clock_getcpuclockid`).
 _PROCESSOR_TIME_OF: Final = 2
 _TIMES_THE_MEDIAN: Final = 4.0
-#: Number of latest answers of which the median is taken.
+#: The medians of the times are taken over this many latest answers.
 _NEWEST: Final = 31
 #: Number of slow places per normal place.
 _SLOW_PLACES: Final = 2
-#: Nice value of slow workers, which on Linux gives them a tenth of other processes' processor share.
+#: Nice value of workers with slow questions; on Linux it gives them a tenth of the processor share of other processes.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
-#: Number of groups whose slow questions are counted.
+#: Largest number of groups whose slow questions are counted; the counts are cleared when it is reached.
 _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
 
 
-#: Result of `_answered_soon` for a question that becomes slow before it is answered.
+#: Result of `_answered_soon` for a question that counts as slow before it is answered.
 _SLOW: Final = object()
 
 
@@ -74,7 +74,7 @@ class WorkerLost(Exception):
 
 @final
 class Overran(TimeoutError):
-    """No answer came within the deadline; workers spent `cpu_s` seconds of processor time on the question."""
+    """A question was not answered within the deadline; workers spent `cpu_s` processor seconds on it."""
 
     def __init__(self, cpu_s: float) -> None:
         super().__init__(f"no answer within the deadline, after {cpu_s:.1f} s of processor time")
@@ -92,7 +92,8 @@ class WorkerPool:
     """Worker processes that all answer with the same function.
 
     Args:
-        target, argument: reference to the function that opens a worker, and its argument; see `worker_process`.
+        target: reference to the function that returns the answering function; see `worker_process`.
+        argument: argument of `target`.
         workers: maximum number of concurrent questions that are not slow; None for `default_workers`.
         deadline_s: time limit of a question.
     """
@@ -168,13 +169,13 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """Return the answer to a slow question; without a free slow place, kill its worker and send it again later."""
+        """Return the answer to a slow question. If no slow place is free, kill its worker and ask another one later."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)
                 turn.worker.lower_priority()
                 return await turn.worker.receive()
-            turn.end()  # every slow place is taken
+            turn.end()  # kills the worker, since every slow place is taken
             await turn.enter(self._slow_places, group)
             turn.worker = await self._ready_worker()
             turn.worker.lower_priority()
@@ -190,7 +191,7 @@ class WorkerPool:
         if (idle := self._idle_worker()) is not None:
             return idle
         async with self._starting:
-            if (idle := self._idle_worker()) is not None:  # a worker may have become idle in the meantime
+            if (idle := self._idle_worker()) is not None:  # a worker may have become idle while this call waited
                 return idle
             self._forget_the_ended()
             if not (self._forkers and self._forkers[-1].can_give):
@@ -200,7 +201,7 @@ class WorkerPool:
     def _forget_the_ended(self) -> None:
         for forker in self._forkers:
             if forker.ended:
-                forker.kill()  # close our end of the connection
+                forker.kill()  # the process has ended, but our end of the connection is open
         self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
@@ -238,7 +239,7 @@ class _Turn:
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Give the place back for one of `places` that the caller has already taken."""
+        """Give the current place back; hold one of `places` instead, which the caller has already taken."""
         self.leave()
         self._has(places, out_of_turn=False)
 
@@ -292,9 +293,9 @@ class _Worker:
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Send a question; after a cancellation the rest is still sent.
+        """Send a question; if this call is cancelled, the rest is sent in the background.
 
-        Questions are encoded only here, so that a problem of megabytes is not held once for each of its answers.
+        Questions are encoded only now: waiting questions share their problem, which may have megabytes.
         """
         try:
             self._writer.write(json.dumps(question).encode() + b"\n")
@@ -320,7 +321,7 @@ class _Worker:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Set the nice value to `_LOW_PRIORITY`, or to this process's own if that is higher: only root may lower it."""
+        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's if higher: only root may lower it."""
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
@@ -410,10 +411,10 @@ async def _line(control: socket.socket) -> Any:
     return json.loads(received)
 
 
-#: The group that has waited longest gets one in this many: of the places passed on, of the places held at the same
-#: time, and of the seconds held.
+#: The group that has waited longest gets every fourth place that becomes free. Places given out of turn are at most a
+#: quarter of all places, and are held for at most a quarter of the total time.
 _TO_THE_OLDEST: Final = 4
-#: Factor by which the sums of seconds decay each time that a place is given back.
+#: Each time that a place is given back, the sums of the seconds for which places were held decay by this factor.
 _KEPT: Final = 0.98
 
 
@@ -421,9 +422,9 @@ _KEPT: Final = 0.98
 class FairSemaphore:
     """A limited number of places, given first to the groups with the fewest slow questions, then in order of arrival.
 
-    To avoid starvation, every fourth free place goes to the group that has waited longest. Slow questions hold places
-    for longer, so such places are also limited to a quarter of the total time that places are held. `slow_of`, the
-    number of slow questions per group, is read when a place becomes free.
+    To avoid starvation, every fourth free place goes to the group that has waited longest, out of turn. Places given
+    out of turn are held for at most a quarter of the total time, since slow questions hold them for longer. `slow_of`,
+    the number of slow questions per group, is read when a place becomes free.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:

@@ -30,7 +30,7 @@ from pipelinerl.system.references import load_reference
 
 _PR_SET_PDEATHSIG = 1
 
-#: Maps a question to its answer, both as parsed JSON.
+#: Function from a question to its answer, both as parsed JSON.
 Answering = Callable[[Any], Any]
 
 
@@ -48,9 +48,9 @@ def main() -> None:
         return
     forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # otherwise a collection in a fork would copy the pages of imported objects
+    gc.freeze()  # else garbage collection in a fork would copy the pages of imported objects
     collect_as_usual()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # lets the kernel reap workers that end
     _send(control, {"forks": forks})
     while True:
         word, handles, _, _ = socket.recv_fds(control, 1, 1)

@@ -53,7 +53,7 @@ class FieldMap:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
-        """Take the field names out of a recipe's `parameters`. Raises `RecipeError` for invalid names."""
+        """Build a field map from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
         named: dict[str, Any] = {}
         for key in _TEXTS:
             value = parameters.pop(key, None)
@@ -87,7 +87,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Name of the field that alone determines `text` if it holds a plain text; "" if no single field does."""
+        """Name of the field whose plain text is all that `text` depends on; "" if `text` depends on more fields."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
@@ -116,7 +116,7 @@ class FieldMap:
         return float(value)
 
     def draft(self, row: Row) -> Draft:
-        """Convert the row to a draft, with the template applied."""
+        """Convert the row to a `Draft`, whose last user message is rendered by the template if there is one."""
         self.check(row)
         messages = self._messages(row)
         if self.template is not None:
@@ -142,7 +142,7 @@ class FieldMap:
         for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
-                continue  # the recipe names only the other field
+                continue  # the recipe names the other field, so this default is not used
             value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)

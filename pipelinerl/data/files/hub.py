@@ -40,13 +40,13 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Check the first rows as `look_at_files` does; return None without fetching if the cache lacks the data set."""
+    """Check the first rows as `look_at_files` does; return None if the data set is not cached, without fetching it."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)
     try:
         folder = _snapshot(request.argument, revision, local=True)
-    except (LocalEntryNotFoundError, ValueError):  # an invalid name is reported when the data set is fetched
+    except (LocalEntryNotFoundError, ValueError):  # ValueError: an invalid name, which `open_hub` reports later
         return None
     return look_at_files(replace(request, argument="", parameters={**parameters, "path": folder}), head, check)
 

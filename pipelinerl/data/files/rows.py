@@ -31,14 +31,14 @@ _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limits on the rows that are read from a file, and on the bytes if the format can be read in part."""
+    """Limits for reading only the beginning of a file: rows, and bytes if the format can be read in part."""
 
     rows: int
     bytes: int
 
 
 class DataRows(Protocol):
-    """Rows by number, from 0."""
+    """Interface of a data set's rows, which are numbered from 0."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, each with at least those of `fields` that exist. Raises as `row` does."""
+        """Yield all rows in order, each with at least those of `fields` that exist. Raises `RecipeError`."""
         ...
 
     def place(self, index: int) -> str:
@@ -57,7 +57,7 @@ class DataRows(Protocol):
         ...
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the fields of the row's file that were not read."""
+        """Return the names of the fields that exist in the row's file but were not read."""
         ...
 
 
@@ -73,7 +73,7 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read at most `head` of JSON lines, a JSON array or CSV, possibly packed (`.gz`).
+        """Read JSON lines, a JSON array or CSV, possibly packed (`.gz`), up to the limits `head`.
 
         Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
         """
@@ -92,7 +92,7 @@ class JsonRows:
 
     @classmethod
     def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
-        """Convert rows in memory. Raises `RecipeError` for a row that cannot be written as JSON."""
+        """Build `JsonRows` from Python values. Raises `RecipeError` for a row that cannot be written as JSON."""
         text = bytearray()
         for number, row in enumerate(rows):
             try:
@@ -183,7 +183,7 @@ class ChainedRows:
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the fields of the row's file that were not read."""
+        """Return the names of the fields that exist in the row's file but were not read."""
         part, within = self._locate(index)
         return part.unread(within)
 
@@ -198,7 +198,7 @@ class ChainedRows:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of the unpacked file: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
+    """Return the suffix of a file's name without `.gz`: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
     return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
@@ -211,7 +211,7 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     ]
     ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # Checking every line would be slow: a blank line of more than two bytes later fails as invalid JSON.
+    # Only lines of up to two bytes are checked, for speed. A longer blank line is reported later, as invalid JSON.
     short = np.flatnonzero(ends - starts < 3)
     blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
@@ -254,7 +254,7 @@ class ArrowRows:
     """
 
     def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """Wrap a `pyarrow.Table`; `also` names columns of the file that the table lacks."""
+        """Wrap a `pyarrow.Table`; `also` names the columns that were not read from the file."""
         import pyarrow as pa
 
         self._name = name
@@ -265,7 +265,7 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read at most `head` of the columns `fields`, or of all columns if `fields` is None.
+        """Read the columns `fields`, or all columns if `fields` is None; `head` limits the number of rows.
 
         Raises `RecipeError` if pyarrow is not installed, or cannot read the file.
         """

@@ -35,7 +35,7 @@ PASS_RATE: Final = "metadata.pass_rate"
 ORDER: Final = ("order", "order_band", "order_over")
 
 
-#: Default width of the band, as a share of the ranks.
+#: Default width of a curriculum's band, as a share of the problems.
 _BAND: Final = 0.2
 
 
@@ -73,7 +73,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """Take the curriculum's settings out of a recipe's `parameters`. Raises `RecipeError` for invalid values."""
+        """Build a curriculum from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")
@@ -100,7 +100,7 @@ class Curriculum:
         return problems[np.argsort(ranks[problems] + self.band * noise, kind="stable")]
 
 
-#: Recipe parameters with the path of each split's files, and with the data set's name for each split.
+#: Recipe parameters for each split: the path of its files (`_PATHS`), and its name in the data set (`_SPLITS`).
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
 #: Number of file sets whose rows are cached: a run, or a check of a recipe, opens the same files once per split.
@@ -123,8 +123,8 @@ class Indexed(NamedTuple):
 class RowSource:
     """Problems of one split, made from the rows `chosen`, i64 [M].
 
-    Training problems come in epochs, each in its own order, after the rows `sweep` of a curriculum
-    (docs/understand/curation.md). Problems of other splits come once, in a fixed order.
+    Training problems begin with the rows `sweep`, in the order of a curriculum (docs/understand/curation.md), if there
+    is one. Epochs follow, each shuffled differently. Problems of other splits come once, in a fixed order.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RowSource:
         self._prompts = prompts
         self._request = request
         self._sweep = sweep
-        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # latest epoch and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # number of the latest epoch, and its order of rows
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -268,7 +268,7 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
         question = row.get(plain)
         try:
             if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for most rows, in a third of the time.
+                # Fast path for rows with a plain question: it takes a third of the time.
                 digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)
@@ -296,8 +296,8 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
     """Return the files of the training split, and of each other split that has its own files.
 
-    `layouts` holds the layout of each path in the recipe, `named` the recipe's name or "" for each split. Raises
-    `RecipeError` if the data set has no split of the given name, or the recipe must name a split.
+    `layouts` holds the layout of each path in the recipe. `named` maps each split to the name that the recipe gives
+    for it, or to "". Raises `RecipeError` if the data set has no split of that name, or the recipe must name a split.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)

@@ -1,7 +1,7 @@
 """`ATTACKS`: programs that try to break out of a sandbox; `probe.py` runs them.
 
-An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox prevents it. A successful attack does no harm:
-signals are 0, files belong to the probe, floods and bombs end by themselves.
+An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox prevents it. A successful attack does no harm: it
+sends only signal 0 and changes only files of the probe, and floods and bombs end by themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: Limits of attacks that a sandbox prevents at once; generous, since such attacks do not test limits.
+#: Limits of attacks that a sandbox prevents immediately. They are generous, since such attacks do not test limits.
 QUICK: Final = Limits(
     cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
 )
@@ -23,7 +23,7 @@ ENDLESS: Final = Limits(
 #: Possible endings of programs that loop or sleep.
 TIME_IS_UP: Final = frozenset({Ending.CPU_TIME, Ending.DEADLINE, Ending.STARVED})
 
-#: Preamble of the Python programs.
+#: Code that precedes each attack written in Python.
 PRELUDE: Final = """\
 import ctypes, errno, mmap, os, resource, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)

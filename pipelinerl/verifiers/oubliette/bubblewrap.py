@@ -18,7 +18,7 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Environment variable that links the interpreter's libraries once, before the first run, instead of in each run.
+#: Environment variable that resolves the interpreter's symbols at its start; else each run would resolve them again.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; some may be symbolic links.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -36,7 +36,7 @@ def executable() -> str | None:
 
 
 def interpreter() -> Path:
-    """Return the Python that executes runs: this process's base interpreter, or the system's if that is unusable."""
+    """Return the Python that runs programs: this process's base interpreter, or the system's if that is unusable."""
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 
@@ -56,7 +56,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # otherwise bubblewrap creates them so that only root can read
+            for above in reversed(path.parents[:-1]):  # else bubblewrap creates folders that only root can read
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):

@@ -92,7 +92,7 @@ class CustomChecker:
 
     @property
     def key(self) -> str:
-        """Digest of the inputs of the checker's compilation. Raises `ToolchainMissing`."""
+        """Digest of everything that the compiled program depends on. Raises `ToolchainMissing`."""
         parts = (toolchains.find(self.language), self.source, self.files)
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 

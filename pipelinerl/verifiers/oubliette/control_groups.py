@@ -29,7 +29,7 @@ _NAME: Final = "oubliette"
 _NUMBERS: Final = itertools.count()
 _REMOVED_WITHIN_S: Final = 10.0
 _END_S: Final = 5.0
-#: Shell script that enters each of the $1 groups that follow, then executes the remaining arguments.
+#: Shell script with the arguments: number of groups, groups, command. It enters the groups and becomes the command.
 _ENTER: Final = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 1; shift; n=$((n-1)); done; exec "$@"'
 #: Shell script that waits for the end of its input, then removes this process's groups below the given paths, with
 #: retries for a minute.
@@ -41,7 +41,7 @@ _JANITOR: Final = (
 
 
 class Weight(Enum):
-    """Share of contended processors, in units of version 1's `cpu.shares`."""
+    """A group's share of the processors when they are contended, in units of version 1's `cpu.shares`."""
 
     FULL = 1024
     BEHIND_OTHERS = 256
@@ -49,7 +49,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Folders for groups in each hierarchy; `shares` is None if processor shares cannot be set."""
+    """The folder of each cgroup hierarchy in which groups are created; `shares` is None if no shares can be set."""
 
     version: int
     memory: Path
@@ -58,7 +58,7 @@ class Hierarchies:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """The distinct folders."""
+        """All folders, without duplicates."""
         return tuple(dict.fromkeys(each for each in (self.memory, self.cpu, self.shares) if each is not None))
 
 
@@ -147,7 +147,7 @@ class ControlGroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """Limit the memory of all processes together, with files in memory and kernel tables."""
+        """Limit the total memory of all processes, including files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
@@ -239,7 +239,7 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """Start this process's janitor, unless it runs already. It waits for the process's end, which closes its input."""
+    """Start this process's janitor, unless it runs already. Its input ends when this process ends."""
     pid = os.getpid()
     if pid in _janitors:
         return

@@ -5,8 +5,8 @@ same files as in the default tier, and has no network; its /tmp is memory of the
 which needs no processor support; `kvm` can hang even where /dev/kvm exists.
 
     waits for                    at most                                      then
-    a run's output, its end      its deadline and `_BOOT_S`; time without     all in its control group are killed
-                                 a processor is added, up to `_STARVED_TIMES`
+    a run's output and its end   its deadline + `_BOOT_S` + time without a    all in its control group are killed
+                                 processor, up to `_STARVED_TIMES` · the deadline
 
 A sandbox costs a fifth of a second of processor time; none is kept warm. Its control group, which this tier requires,
 limits memory and time of all its processes together. `_OWN_BYTES` and `_BOOT_CPU_S` are added for gVisor itself.
@@ -190,7 +190,7 @@ class GvisorSlot:
             code, watch.stderr[:] = 126, errors.encode()
         elif ended is None and (code < 0 or errors):
             raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
-        if ended is None and code > _SIGNALLED:  # a signal, as in a shell
+        if ended is None and code > _SIGNALLED:  # 128 + a signal's number, as in a shell
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
         return ProgramResult(
@@ -208,14 +208,14 @@ class GvisorSlot:
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the processor share of the current run, and return True, if it has used much; for any thread."""
+        """If the current run has used much processor time, lower its share and return True. Thread-safe."""
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
             return False
         self._group.weigh(Weight.BEHIND_OTHERS)
         return True
 
     def interrupt(self) -> None:
-        """End the current run and reject later runs; for other threads."""
+        """End the current run and reject later runs; called by other threads."""
         self._ended.set()
         if self._group is not None:
             self._group.kill_all()

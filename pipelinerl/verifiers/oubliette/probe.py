@@ -1,4 +1,4 @@
-"""Tests of a sandbox before it is trusted: `opened` tries some attacks on each new sandbox, `attacked` tries any.
+"""Tests of a sandbox: `opened` tries some attacks on each new sandbox before it is used; `attacked` tries given ones.
 
 The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
 be tried is reported as left out.
@@ -95,7 +95,8 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for a started attack and returns the results of its runs, the attack's last, or the reason why it was skipped.
+#: Function that waits for a started attack. It returns the results of its runs, of which the last is the attack's own,
+#: or the reason why the attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 
@@ -144,7 +145,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    is_program = attack.language != "python" and len(results) == 1  # the compiler failed: this is its output
+    is_program = attack.language != "python" and len(results) == 1  # no program ran: this is the compiler's output
     if b"ESCAPED" in last.stdout and not is_program:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])
@@ -182,7 +183,7 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        # cat reads from a pipe of this process, so it ends with this process
+        # cat reads from a pipe of this process, and therefore ends when this process ends
         process = stack.enter_context(
             subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
         )

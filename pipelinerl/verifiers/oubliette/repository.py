@@ -66,7 +66,7 @@ Content = bytes | Link
 
 
 def size_of(content: Content) -> int:
-    """Return the size of a content in bytes."""
+    """Return the number of bytes of `content`, which may be a link."""
     return content.size if isinstance(content, Link) else len(content)
 
 
@@ -86,7 +86,7 @@ class Repository(Protocol):
 
 @final
 class PersistentRepository:
-    """Repository in a folder, with compiled programs by the digest of their inputs."""
+    """Repository in a folder, which also stores compiled programs under the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder. Raises `UserError` if that fails."""

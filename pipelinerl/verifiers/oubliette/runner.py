@@ -26,7 +26,7 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: Size from which contents are compared, read and hashed on a thread.
+#: Size in bytes from which contents are compared, read and hashed on a thread instead of the event loop.
 _LARGE: Final = 16 << 10
 #: Number of compiled checkers that are cached.
 _REMEMBERED: Final = 256
@@ -88,7 +88,7 @@ class CodeRunner(Protocol):
         ...
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of a content."""
+        """Return the bytes of `content`, which may be a link."""
         ...
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class CodeRunner(Protocol):
 
 @final
 class LocalRunner:
-    """Runner in this machine's sandbox, which it closes when closed."""
+    """Runner in this machine's sandbox; closing the runner closes the sandbox."""
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
@@ -192,7 +192,7 @@ class LocalRunner:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, which ends all running programs."""
         for task in self._checkers.values():
             task.cancel()
         await asyncio.gather(*self._checkers.values(), return_exceptions=True)
@@ -213,7 +213,7 @@ class LocalRunner:
         return result.stdout
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of a content."""
+        """Return the bytes of `content`, which may be a link."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

@@ -1,4 +1,4 @@
-"""Runs of programs, their limits and their results. Sizes are in bytes, times in seconds."""
+"""Runs (executions of a program), their limits and their results. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Limits:
     open_files: int = 128
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """Return the limits of each process for `setrlimit`."""
+        """Return the limits that `setrlimit` sets for each process of the run."""
         whole_s = max(1, int(self.cpu_s + 1))
         room = self.memory_bytes + _INTERPRETER_BYTES
         stack = min(self.memory_bytes, _MOST_STACK)
@@ -157,7 +157,7 @@ def _last_line(text: bytes) -> str:
 
 
 def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Lower each limit to this process's own hard limit, since limits cannot be raised."""
+    """Return the limits, each reduced to this process's own hard limit, which its children cannot exceed."""
     lowered = {}
     for name, (soft, hard) in names.items():
         most = resource.getrlimit(getattr(resource, name))[1]

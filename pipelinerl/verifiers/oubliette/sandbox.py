@@ -1,7 +1,7 @@
-"""`Sandbox`: slots of one tier, each with its own thread; runs are assigned to free slots.
+"""`Sandbox`: slots of one tier (strength of isolation), each with its own thread; runs are assigned to free slots.
 
-A lost guest is replaced, and its run is retried once. If the second guest is lost, too, `SandboxLost` is raised, and
-the verdict is masked.
+A slot executes runs in its guest (`slot.py`). A lost guest is replaced, and its run is retried once. If the second
+guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pipelinerl.verifiers.oubliette.gvisor import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
-#: First user id for runs, in a range that no system assigns. As root, each slot has its own id.
+#: First user id for runs, in a range that no system assigns. If this process is root, each slot gets its own id.
 _FIRST_ID: Final = 60706
 _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: Seconds after which a long run, or a guest that is slow to start, makes room for another run.
+#: Seconds after which a run, or the start of a guest, no longer keeps another run from starting.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05
@@ -105,8 +105,8 @@ class _Place:
     """A slot with its thread, and the state of its run.
 
     Attributes:
-        given: time at which the run was assigned, or None.
-        fresh: whether the run counts towards `at_once`. behind: whether its processor share was lowered.
+        given: time at which the run was assigned; None without a run.
+        fresh: whether the run counts towards `at_once`. behind: whether the run's processor share was lowered.
     """
 
     def __init__(self, slot: Slot | GvisorSlot) -> None:
@@ -118,10 +118,10 @@ class _Place:
 
 @final
 class Sandbox:
-    """Runs programs, `at_once` at a time, in `slots_each` slots for each of them. The caller must close it.
+    """Runs up to `at_once` programs at a time, in `at_once` · `slots_each` slots. The caller must close the sandbox.
 
-    A run that takes longer than `_FRESH_S` no longer counts towards `at_once`, so that others do not wait for endless
-    programs. If it uses much processor time, its processor share is lowered, where control groups support that.
+    A run that takes longer than `_FRESH_S` no longer counts towards `at_once`, so that other runs do not wait for
+    endless programs. If it uses much processor time, its processor share is lowered if control groups support that.
     """
 
     def __init__(self, isolation: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
@@ -160,7 +160,7 @@ class Sandbox:
         return sum(place.slot.cpu_s() for place in tuple(self._places))
 
     def close(self) -> None:
-        """Close all guests, which ends running programs; queued runs fail."""
+        """End all guests and the programs that run in them; queued runs fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # before taking a run, which an idle slot could execute meanwhile
+            place.slot.start()  # takes no run before its guest is up; an idle slot may take it
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -223,7 +223,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let other runs start next to long runs, and lower the processor share of long runs."""
+        """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)
@@ -251,7 +251,7 @@ class Sandbox:
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(error)
                     return
-            except OSError as error:  # the host is out of files, memory or processes
+            except OSError as error:  # the host has no more file descriptors, memory or processes
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(SandboxLost(f"the host could not run it: {error}"))
                     return

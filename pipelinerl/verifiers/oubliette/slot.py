@@ -1,9 +1,9 @@
-"""`Slot`: the client of one guest's server. It runs one program at a time, and blocks meanwhile.
+"""`Slot`: starts a guest (a sandboxed process tree) and runs programs in it, one at a time, blocking meanwhile.
 
     waits for                      at most                            then
     the server's first packet      `_STARTUP_S`                       the guest is killed: `SandboxLost`
-    a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing about the run
-                                   and `_GRACE_S`
+    a run's output and result      `_STARVED_TIMES` · its deadline    the same; a lost guest says nothing about the run
+                                   + `_GRACE_S`
 
 A run's output comes through pipes and is limited here. Its input is in sealed memory files, which it cannot change. If
 the server dies, its runs die, too. Bubblewrap dies with the thread that started it, so use a slot from one thread that
@@ -42,9 +42,9 @@ _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: Waiting for a processor extends a run's deadline, up to this multiple of it.
+#: Time in which a run waits for a processor extends its deadline, to at most this multiple of the deadline.
 _STARVED_TIMES: Final = 5.0
-#: Must equal the format in `guest/server.py`.
+#: Format of the server's answer; must equal `_ANSWER` in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
@@ -116,7 +116,7 @@ class Slot:
             self._group = ControlGroup(where)
 
     def _begin(self, limits: Limits) -> int:
-        """Set the guest's limits for a run; return the number of processes killed for lack of memory so far."""
+        """Set the guest's limits for a run; return how many of its processes were killed for lack of memory so far."""
         if self._group is None:
             return 0
         self._group.weigh(Weight.FULL)
@@ -131,7 +131,7 @@ class Slot:
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the processor share of the current run if it has used much; for any thread.
+        """Lower the processor share of the current run if it has used much processor time. Thread-safe.
 
         Returns True if no more checks are needed: the share is lowered, or there is no control group.
         """
@@ -143,7 +143,7 @@ class Slot:
         return True
 
     def interrupt(self) -> None:
-        """Kill the guest, so that its run is lost; for other threads."""
+        """Kill the guest, so that its run is lost; called by other threads."""
         if self._guest is not None:
             self._guest.interrupt()
 

@@ -19,13 +19,14 @@ _NUMBER, _ARCHITECTURE = 0, 4
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X86_64: Final = 0xC000003E
 _X32_BIT: Final = 0x40000000
-#: Flags of `clone` that create a namespace: time (below 0x100 is a signal), mount, cgroup, uts, ipc, user, pid, net.
+#: Flags of `clone` that create a namespace: mount, cgroup, uts, ipc, user, pid, net. The flag for time (0x80) is
+#: not among them, since `clone` reads the lowest byte as a signal.
 _NEW_NAMESPACES: Final = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x10000
 
-#: Number of system call numbers in a group, which the filter compares one after another.
+#: The filter first chooses a group of system call numbers, then compares the numbers in it. This is the group's size.
 _GROUP: Final = 12
 
 #: Highest system call number of Linux 6.6 on x86_64; higher numbers are unknown here.
@@ -33,7 +34,7 @@ _LAST_KNOWN: Final = 456
 
 #: Denied system calls, with their numbers on x86_64.
 _REFUSED: Final = {
-    # sockets, except `socketpair` for AF_UNIX, which reaches no other process
+    # calls for sockets; `socketpair` for AF_UNIX is allowed, since it reaches no other process
     "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
     "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
@@ -41,13 +42,13 @@ _REFUSED: Final = {
     "open_by_handle_at": 304, "fanotify_init": 300, "fanotify_mark": 301,
     "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "process_mrelease": 448,
     "pidfd_getfd": 438, "kcmp": 312,
-    # memory that no limit here counts
+    # calls for memory that no limit of a run counts
     "shmget": 29, "shmat": 30, "shmctl": 31, "shmdt": 67, "semget": 64, "semop": 65, "semctl": 66, "semtimedop": 220,
     "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "mq_open": 240, "mq_unlink": 241, "memfd_create": 319,
     "memfd_secret": 447, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "remap_file_pages": 216,
     "mlock": 149, "mlock2": 325, "mlockall": 151, "mbind": 237, "set_mempolicy": 238, "migrate_pages": 256,
     "move_pages": 279, "set_mempolicy_home_node": 450,
-    # large attack surfaces that few programs need
+    # calls with a large attack surface that few programs need
     "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
     "io_uring_register": 427, "io_setup": 206, "io_submit": 209, "keyctl": 250, "add_key": 248, "request_key": 249,
     "personality": 135, "vmsplice": 278, "modify_ldt": 154, "uselib": 134, "lookup_dcookie": 212,
@@ -61,15 +62,16 @@ _MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT
 #: Calls that may reach other processes, or create a process; also denied to runs without a process namespace.
 _ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
 
-#: Calls that the server needs to isolate a run, besides `clone`.
+#: Denied calls that the server itself needs to isolate a run, in addition to `clone`.
 _TO_MAKE_GUESTS: Final = frozenset({_REFUSED["mount"]})
 
-#: Commands of fcntl and ioctl that make a file send signals: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+#: Denied commands of fcntl (72) and ioctl (16), which make a file send signals: F_SETOWN, F_SETOWN_EX; FIOSETOWN,
+#: SIOCSPGRP.
 _OWNERS: Final = {72: (8, 15), 16: (0x8901, 0x8902)}
 
 
 def supported() -> bool:
-    """Return whether the system call numbers of this machine are known here."""
+    """Return whether this module knows the system call numbers of this machine."""
     return os.uname().machine == "x86_64"
 
 
@@ -79,7 +81,7 @@ def of_servers() -> bytes:
 
 
 def of_runs() -> bytes:
-    """Return the additional filter of each run, which is short because the kernel checks it at each installation."""
+    """Return the additional filter of each run. It is short, because the kernel checks it each time it is installed."""
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
     for number in sorted(_TO_MAKE_GUESTS):
@@ -95,7 +97,8 @@ def alone() -> bytes:
 def as_oci() -> dict[str, Any]:
     """Return the denied calls in gVisor's format, without `clone3`.
 
-    The format has one error for all denied calls, but C libraries fall back to `clone` only on ENOSYS.
+    `clone3` is left out because the format has one error for all denied calls, whereas C libraries fall back to `clone`
+    only on ENOSYS.
     """
     refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": int(errno.EPERM)}
 

@@ -1,6 +1,6 @@
 """Toolchains: commands that compile and run programs in each language, and detection of installed languages.
 
-A compiled program is a single file, which the guest that compiles writes to standard output.
+A compiled program is a single file, which the compiling run writes to standard output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Toolchain:
         return Run(argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits)
 
     def running(self, program: bytes, stdin: bytes, limits: Limits) -> Run:
-        """Return the run of a program."""
+        """Return the run that executes a program."""
         if self.reserves_addresses:
             limits = replace(limits, address_space=False)
         files = ((self.program, program),)
@@ -154,7 +154,7 @@ def _place(tool: str) -> Path | None:
     if path is None:
         return None
     real = Path(os.path.realpath(path))
-    if real.name == "rustup":  # a shim that executes the selected toolchain's compiler
+    if real.name == "rustup":  # rustup executes the selected toolchain's compiler
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)

@@ -34,7 +34,7 @@ from pipelinerl.verifiers.oubliette.sandbox import default_slots
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
-#: A program may print twice as many bytes as the expected answer has, plus this many.
+#: A program's output may have twice as many bytes as the expected answer, plus this number.
 _SPARE_OUTPUT: Final = 64 << 10
 #: Number of attempts at judging an answer whose content a service lost by restarting.
 _TRIES: Final = 8
@@ -86,7 +86,7 @@ class Oubliette:
             await self._opened(0.0)
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, or the connections to the service."""
         self._missing = self._missing or "the verifier is closed"
         async with self._opening:
             runner, self._runner = self._runner, None
@@ -100,7 +100,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the open runner. Callers that wait for the same failed attempt share its error."""
+        """Return the runner, which the first call opens. Calls that wait while it is being opened share a failure."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -150,7 +150,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 @final
 class _Judged:
-    """Judgement of one answer, with the time that is left for it."""
+    """Judges one answer, and keeps count of the remaining time."""
 
     def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
         self._runner = runner
@@ -186,7 +186,7 @@ class _Judged:
         return _scored(shares, reason, self._rules.scoring)
 
     async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
-        """Run one test; return the share of its points, and the reason if that is below 1."""
+        """Run one test; return the share of its points, and, if the share is below 1, the reason."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker
         custom = isinstance(checker, CustomChecker)
@@ -213,7 +213,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run the program within the verifier's remaining time, from which only the time of runs is subtracted."""
+        """Run the program within the verifier's remaining time, which only runs use up, not waiting for a slot."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError
@@ -278,7 +278,7 @@ class PythonTool:
         return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, or the connections to the service."""
         self._is_closed = True
         async with self._opening:
             runner, self._runner = self._runner, None

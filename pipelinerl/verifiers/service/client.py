@@ -1,13 +1,13 @@
 """`VerifierServices` and `RemoteVerifier`: send an actor's answers to the verifier services that are up.
 
 A service fails if it is unreachable or silent, drops the connection, or answers 5xx or invalid data. Its requests are
-then retried at other services for `grace_s`, after which their answers are *masked* (`verifier_error`), never scored.
-A failed service is avoided for a cooldown that grows with each failure, unless it restarts. Of the services with about
-the lowest load, a problem always prefers the same one, which may have verdicts on its answers cached.
+then retried at other services for `grace_s`; after that, the answers are *masked* (`verifier_error`), never scored.
+A failed service is avoided for a cooldown that grows with each failure, unless it restarts. Among services with nearly
+the lowest load, a problem always prefers the same one, whose cache may hold verdicts on the problem's answers.
 
 | waits for | at most | unblocked by |
 |---|---|---|
-| a service, if there is none | `grace_s`, then the answers are masked | the controller names a service |
+| any service, while there is none | `grace_s`, then the answers are masked | the controller names a service |
 | the next heartbeat of a judging service | `silence_s`, then another service is tried | a heartbeat each second |
 | the verdicts of a service | `timeout_s`, then another service is tried | its verdicts |
 | capacity in services that are full | – | verdicts |
@@ -39,10 +39,10 @@ log = logging.getLogger("pipelinerl")
 
 _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
-#: Seconds before a full service is retried, or, if there is no service, before services are looked up again.
+#: Seconds until a full service is retried or, without any service, until the list of services is checked again.
 _LOOK_AGAIN_S: Final = 0.25
-#: A problem's preferred service may hold this many answers more than the least loaded service (or twice the request's
-#: answers, if that is more).
+#: A service may be preferred if it holds at most this many answers more than the least loaded one. If twice the number
+#: of the request's answers is larger, that is the limit.
 _SLACK: Final = 64
 #: Limit on the bytes of a response: this many for each verdict with its reasons, plus a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
@@ -56,7 +56,7 @@ class _ServiceFull(Exception):
 
 
 class _CannotBeAsked(Exception):
-    """The request is one that every service would reject."""
+    """Every service would reject this request."""
 
 
 @final
@@ -214,7 +214,7 @@ class VerifierServices:
 
 @final
 class RemoteVerifier:
-    """A `GroupVerifier` that judges a domain's answers by the run's services, which enforce the deadlines."""
+    """A `GroupVerifier` that sends a domain's answers to the run's services, which judge them within deadlines."""
 
     def __init__(self, services: VerifierServices, *, domain: str, rules: str) -> None:
         self._services = services

@@ -39,14 +39,14 @@ from pipelinerl.verifiers.service.wire import (
 )
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
-#: Size of a cache entry without the verdict's bytes: the key, and Python's objects.
+#: Bytes of memory that a cache entry takes in addition to the verdict: its key, and Python's objects.
 _PLACE_BYTES: Final = 256
 
 
 def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
     """Return for each answer text a 32-byte hash of everything that a deterministic verifier's verdict depends on.
 
-    The common part is hashed only once, since a problem may have megabytes and four thousand answers.
+    The part that all answers share is hashed only once: a problem may have megabytes and four thousand answers.
     """
     inputs = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
     of_all = hashlib.blake2b(msgspec.json.encode(inputs, order="sorted"), digest_size=32)
@@ -60,7 +60,7 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
 
 @final
 class VerdictCache:
-    """Cache of verdicts that are judgements, by `keys_of`, in at most `most_bytes`.
+    """Cache of verdicts under the keys `keys_of`, in at most `most_bytes`; failures of a verifier are not cached.
 
     The least recently used entry is evicted first. With a `most_bytes` of 0, nothing is cached.
     """

@@ -6,8 +6,8 @@
                      answer, the service sends a space each second as heartbeat
     POST /drain      → `Draining`: the service accepts no new requests; the process ends after its last verdict
 
-Bodies are JSON. Errors have OpenAI's format and one of the codes below. A request that is rejected with 404, 409 or 5xx
-may be accepted by another service; one that is rejected with 400, 413 or 422 would not.
+Bodies are JSON. Errors have OpenAI's format and one of the codes below. After 404, 409 or 5xx, another service may
+accept the request; after 400, 413 or 422, none would.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a service: `queue` answers wait, and `hits` of the `verdicts` given came from the cache."""
+    """State of a service: `queue` is the number of waiting answers, `hits` the number of `verdicts` from the cache."""
 
     protocol: int
     version: str
@@ -107,8 +107,8 @@ class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
 class ServedDomain:
     """A domain that this service judges.
 
-    `rules` is the digest of the part of the recipe that defines judging; requests with other rules are rejected. `kept`
-    tells whether the verifier is deterministic, so that verdicts can be cached. `tier` is that of the sandbox, if any.
+    `rules` is the digest of the part of the recipe that defines judging; requests with another digest are rejected.
+    `kept` is True if the verifier is deterministic, so that verdicts can be cached. `tier` is the sandbox's, if any.
     """
 
     verifier: GroupVerifier

@@ -1,1 +1,1 @@
-"""Code that runs inside a slot's guest, the only part of this project that a guest sees."""
+"""Code that runs inside a guest, the sandbox in which programs run. Guests see no other code of this project."""

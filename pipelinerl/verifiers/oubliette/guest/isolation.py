@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, final
 
-_LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
+_LIBC = ctypes.PyDLL(None, use_errno=True)  # unlike CDLL, it holds the interpreter's lock during calls, as a fork needs
 syscall = _LIBC.syscall
 _CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # system call numbers on x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
@@ -25,9 +25,9 @@ _INNER_ID = 1000
 #: Folder of a run.
 FOLDER = "/tmp"
 
-#: A system call that changes nothing.
+#: Arguments of a system call that changes nothing, for rehearsals.
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
-#: A step: a function and its arguments. The function fails by an exception, or by the result -1.
+#: One step of confining a run: a function and its arguments. It fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -48,7 +48,7 @@ class GuestIsolation:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # runs may mount /proc only if this one is uncovered
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # runs may mount /proc only if nothing covers this one
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class GuestIsolation:
             return b""
 
     def entering(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the steps that give a run its user, folder, /proc and process group."""
+        """Return the steps that begin a run: they set its user, folder, /proc and process group."""
         steps: list[Step] = [(os.setsid, ())]  # otherwise the run's signals to its process group would reach the server
         if self._namespaces:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
@@ -98,7 +98,7 @@ class GuestIsolation:
         return [*steps, (os.chdir, (FOLDER if self._namespaces else "/",)), (killed_first, ())]
 
     def shutting(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the steps that close a run's files, set limits, drop privileges and install the system call filter."""
+        """Return the last steps of a run: close files, set limits, drop privileges, install the system call filter."""
         steps: list[Step] = [
             (os.closerange, (3, self.trouble_file)),
             (os.closerange, (self.trouble_file + 1, 1 << 16)),
@@ -144,10 +144,10 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Own one page of each mapping of the interpreter's code, by writing back a byte.
+    """Make one page of each mapping of the interpreter's code private to this process, by rewriting a byte.
 
-    At a fork, the kernel copies a page table only if the process owns one of its pages. Otherwise each fork would fault
-    in the pages of the code again.
+    At a fork, the kernel copies a page table only if one of its pages is private. Otherwise each fork would incur page
+    faults for the code again.
     """
     with (
         contextlib.suppress(OSError),
@@ -195,7 +195,7 @@ def _failure(what: str) -> OSError:
 
 
 def take(steps: list[Step]) -> None:
-    """Execute steps in order. Raises `OSError` at the first that fails."""
+    """Execute steps in order. Raises `OSError` at the first step that fails."""
     for call, arguments in steps:
         if call(*arguments) == -1:
             raise _failure(f"{call.__name__}{arguments}")

@@ -217,7 +217,7 @@ def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapp
 
 
 def _print_traceback(error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this file
+    trace = error.__traceback__ and error.__traceback__.tb_next  # leaves out the frame of this file
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
 

@@ -42,11 +42,11 @@ else:
     import isolation
     import program
 
-    # Programs may have their own modules of these names.
+    # Programs may import their own modules named `program` and `isolation`.
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
-#: Intervals at which a run's memory is summed: without a control group, and with one, which limits the memory itself.
+#: Intervals at which a run's memory is summed: `_TICK_MS` without a control group; `_SELDOM_S` if a group limits it.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -54,7 +54,8 @@ _MOST_PACKET = 1 << 16
 _MOST_FILES = 16
 #: Packet that ends the current run.
 _KILL = b"{}"
-#: Exit status or minus the signal, then the seconds of processor time, of elapsed time, and of waiting for a processor.
+#: Format of a run's result: exit status or minus the signal, then seconds of processor time, of elapsed time, and of
+#: waiting for a processor.
 _ANSWER = struct.Struct("=iddd")
 
 
@@ -150,7 +151,7 @@ class _Watch:
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
-                return ""  # the usual case
+                return ""  # usually, a run ends within the first interval
             return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)
@@ -217,7 +218,7 @@ class _Meter:
 
 
 def _used(processes: list[str]) -> tuple[int, float]:
-    """Return (bytes of memory without files, processor seconds) of all processes of a run."""
+    """Return (bytes of memory apart from files, processor seconds), summed over the processes of a run."""
     memory_bytes = ticks = 0
     for name in processes:
         with contextlib.suppress(OSError):  # the process may have ended

@@ -41,8 +41,8 @@ from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 if TYPE_CHECKING:
     import aiohttp
 
-#: Maximum numbers of concurrent requests, of work items per request, and of a request's bytes of content before JSON
-#: makes them a third larger.
+#: Maximum numbers: concurrent requests, work items per request, and bytes of content per request, before its encoding
+#: in JSON, which makes it a third larger.
 _REQUESTS: Final = 4
 _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
@@ -110,7 +110,7 @@ class RemoteRunner:
         return max(1, self._status.at_once)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile at the service, which keeps the program. Nothing is sent for Python."""
+        """Compile at the service, which stores the program. A Python program needs no compiling, so nothing is sent."""
         if language not in self._status.languages:
             known = ", ".join(self._status.languages)
             raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
@@ -124,7 +124,7 @@ class RemoteRunner:
         return self._result(done)
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run at the service, which keeps the output."""
+        """Run a program at the service, which stores the output."""
         contents: dict[Link, bytes] = {}
         work = wire.RunWork(
             language=program.language,
@@ -163,7 +163,7 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links without content at the service. Raises `SandboxLost`."""
+        """Return those of `links` that have no content at the service. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
         url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
@@ -186,7 +186,7 @@ class RemoteRunner:
             raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of a content."""
+        """Return the bytes of `content`, which is fetched from the service if it is a link."""
         if isinstance(content, bytes):
             return content
         data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
@@ -229,7 +229,7 @@ class RemoteRunner:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
-        """Return the result of a work item; a `NotDone` raises the error of its cause."""
+        """Have a work item done, and return its result. If it cannot be done, raise the error for the cause."""
         item = _PendingWork(work, contents, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._sender is None or self._sender.done():
@@ -352,7 +352,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """Convert a checker to its wire form, and add its contents that are not links to `contents`."""
+    """Convert a checker to its wire form: bytes are replaced by their links, and added to `contents`."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(

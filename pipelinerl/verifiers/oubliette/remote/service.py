@@ -63,7 +63,7 @@ class OublietteService:
         transient: TransientRepository,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        """Create the service; `runner` must use the same two repositories."""
+        """Create the service; `runner` must use the same `persistent` and `transient` repositories."""
         self._runner = runner
         self._tier = tier
         self._persistent = persistent
@@ -92,7 +92,7 @@ class OublietteService:
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Stream uploaded data into the persistent repository. Raises `ContentTooLarge`."""
+        """Store uploaded data in the persistent repository as it arrives. Raises `ContentTooLarge`."""
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
@@ -113,7 +113,7 @@ class OublietteService:
         )
 
     async def close(self) -> None:
-        """Close all guests."""
+        """Close the sandbox, which ends all running programs."""
         await self._runner.close()
 
     async def read(self, text: str) -> bytes:

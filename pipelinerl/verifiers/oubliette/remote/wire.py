@@ -47,7 +47,7 @@ _Language = Annotated[str, Meta(max_length=20)]
 
 
 class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """Compile a source; the program is stored in the transient repository."""
+    """Request to compile a source, and to store the program in the transient repository."""
 
     language: _Language
     source: _LinkText
@@ -55,7 +55,7 @@ class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
 
 
 class RunWork(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """Run a program on an input."""
+    """Request to run a program on an input."""
 
     language: _Language
     program: _LinkText
@@ -74,7 +74,7 @@ class CheckerProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckWork(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Judge an output, by a built-in comparison (`how`) or by the problem's checker."""
+    """Request to judge an output, by a built-in comparison (`how`) or by the problem's checker."""
 
     how: Checker | None = None
     checker: CheckerProgram | None = None
@@ -85,7 +85,7 @@ class CheckWork(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
 
 
 class CompileChecker(msgspec.Struct, frozen=True, kw_only=True, tag="compile_checker"):
-    """Compile a checker into the persistent repository."""
+    """Request to compile a checker, and to store the program in the persistent repository."""
 
     checker: CheckerProgram
 
@@ -94,7 +94,7 @@ Work = CompileWork | RunWork | CheckWork | CompileChecker
 
 
 class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Work items, with the contents of their links that the service may lack."""
+    """Request with work items, and with the contents of those links that the service may lack."""
 
     protocol: int
     contents: tuple[bytes, ...] = ()
@@ -134,7 +134,7 @@ class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
     why: str
 
 
-#: Causes of `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
+#: Causes in `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
 LOST: Final = "lost"
 NO_CONTENT: Final = "no_content"
 CHECKER: Final = "checker"
@@ -156,7 +156,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class MissingRequest(msgspec.Struct, frozen=True):
-    """Links of data that the client may upload."""
+    """Links whose data the client will upload if the service lacks it."""
 
     links: Annotated[tuple[_LinkText, ...], Meta(max_length=100_000)]
 

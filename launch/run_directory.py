@@ -108,7 +108,8 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
     """Raise `UserError` if a run of this name is live: a second run on this machine is rarely intended.
 
-    `by_hand` describes which process uses a directory without a launcher; empty if none does.
+    `by_hand(directory)` describes the process that uses the directory if the user started the run's services without
+    the launcher; it returns an empty text if there is none.
     """
     for path in namesakes(config):
         runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)

@@ -107,7 +107,7 @@ def chaos(
 def run_in_checkout(module: str, *words: str, what: str) -> int:
     """Run `python -m module words…` and return its exit status; raise `UserError` outside a checkout.
 
-    `what` is the subject and verb of the error message, such as "benchmarks are".
+    `what` begins the sentence of the error message, such as "benchmarks are".
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(

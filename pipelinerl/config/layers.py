@@ -88,7 +88,7 @@ def _parsed(override: str) -> tuple[KeyPath, Any]:
 
 
 def _literal(text: str) -> Any:
-    # Other text stays as it is, so that strings need no quotes within the shell's quotes.
+    # Text that is no TOML value is taken as a string, so that strings need no quotes within the shell's quotes.
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -138,22 +138,23 @@ def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str,
     return found
 
 
-#: Keys whose value names a component: a registered name, or a reference to user code; at any depth.
+#: Keys, at any depth, whose value names a component: a registered name, or a reference to user code.
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
-#: Tables of component settings, whose keys only the component understands. The only paths that are resolved in such
-#: tables are those of the source `files`.
+#: Tables of settings whose keys only the component itself understands. Paths in these tables are resolved only for the
+#: source `files` and for environments.
 _OF_A_PART: Final = frozenset({"parameters", "options", "environment_options"})
 _FILES: Final = "files"
-#: Options of `verifiers:` environments that are paths.
+#: Options of `verifiers:` environments whose values are paths.
 _PATHS_OF_TASKSETS: Final = frozenset({"python", "path"})
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the table's paths, which are relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
+    """Make the table's paths absolute, taken as relative to `folder`; raise `RecipeError` for a bad few-shot file."""
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # the keys are component names
+    # The keys of this table are engine types, which may be references to user code.
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
@@ -247,7 +248,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # by field: the errors of a union's types become one line
+    said: dict[str, list[str]] = {}  # messages by field; a union's field has one per type
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]

@@ -48,7 +48,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that a run may use; recipes refer to them by their index here."""
+    """The devices that a run may use; recipes refer to a device by its index in this list."""
 
     each: tuple[VisibleDevice, ...] = ()
     origin: Origin = Origin.DRIVER

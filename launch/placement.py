@@ -237,7 +237,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share of its devices' memory: the recipe's, or a part of what others leave."""
+    """Return each process's share of its devices' memory: the recipe's share, or a part of the rest."""
     requested = {name: _requested_share(config, name) for name in indices}
     shares = dict(requested)
     for index in range(len(devices)):
@@ -254,7 +254,7 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Divide one device's memory. If the recipe sets no shares, the trainer gets up to `_TRAINERS`."""
+    """Divide one device's memory among its processes; by default the trainer gets at most `_TRAINERS`."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())

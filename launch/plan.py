@@ -76,7 +76,7 @@ class ProcessSpec:
 
     @property
     def log_name(self) -> str:
-        """The file name of its log, below the run's `logs/`."""
+        """The file name of the process's log in the run's folder `logs/`."""
         return f"{self.name}.log"
 
 
@@ -205,7 +205,7 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine. If a live run requested it, `type` is set, and the run survives its failure."""
+        """Return the spec of an engine. `type` is set if a live run requested it; the run survives its failure."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])

@@ -47,7 +47,7 @@ class ControllerCalls(Protocol):
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start; raise `UserError`, also if the controller does not know the engine."""
+        """Remove an engine that cannot start; raise `UserError` without an answer or if it is unknown."""
         ...
 
     def suspend(self) -> None:

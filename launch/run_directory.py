@@ -129,7 +129,7 @@ def _numbered(config: RunConfig, number: int) -> RunConfig:
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
     """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
-    `claim` claims the name at other locations that the run writes to; it returns False if another run has it there.
+    `claim` reserves the name at other locations that the run writes to; it returns False if another run has the name.
     Raises `UserError` if the directory cannot be made.
     """
     for number in count(1):

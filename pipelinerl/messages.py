@@ -31,7 +31,7 @@ PROMPTS = "prompts"
 REPORTS = "reports"
 DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
-#: Stream with one entry for each epoch that ever began, so that no epoch number is used twice.
+#: Stream with one entry for each epoch (one start of a trainer), so that no epoch number is used twice.
 EPOCHS = "epochs"
 #: Streams for engines that pull weights: `ANNOUNCEMENTS` carries the versions, `TAKEN` each engine's outcome.
 ANNOUNCEMENTS = "announcements"
@@ -88,7 +88,7 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
-    The trainer begins a new epoch, whose number is above all epoch numbers ever `claimed` in the run's directory.
+    Each start of a trainer begins a new epoch, whose number is above all numbers ever `claimed` in the run's directory.
     `solved` is as in `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
     """
 
@@ -103,9 +103,9 @@ class TrainerReady(ControlMessage, frozen=True):
 class StepDone(ControlMessage, frozen=True):
     """A step on the groups of the prompt orders `orders` is complete, and the weights are now `model_version`.
 
-    `updates` contains metrics of each optimizer step, if there may be several. `by_domain` and `by_tag` contain metrics
-    of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of each of
-    these groups whose answers were all correct.
+    `updates` contains metrics of each optimizer step, if a step may have several. `by_domain` and `by_tag` contain
+    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of
+    each of these groups whose answers were all correct.
     """
 
     report_id: str
@@ -137,7 +137,7 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process must end while the run continues; it requests a directive to save its state first."""
+    """The trainer's process must end while the run continues; it requests a directive to save its state before."""
 
     report_id: str
     epoch: int
@@ -248,7 +248,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a prompt order: its oldest token, of version `oldest`, is too old to train at `current`."""
+    """An actor gave up a prompt order: its oldest token, sampled by version `oldest`, is too old at `current`."""
 
     order_id: str
     index: int
@@ -342,9 +342,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Unix times at which an actor claimed prompt order `index`, its samples from `engine` were complete, and verified.
+    """Unix times at which prompt order `index` was claimed by an actor, sampled by `engine`, and verified.
 
-    `spans` are pairs (version, number of tokens) of its longest answer. No decision depends on these times.
+    `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
 
     index: int
@@ -506,5 +506,6 @@ def decode_directive(payload: bytes) -> Directive:
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these two unwrapped
+    # msgspec does not convert these two errors to its own error.
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None

@@ -44,7 +44,7 @@ class StalenessBounds:
             )
 
     def reload_due(self, *, current: int, loaded: int) -> bool:
-        """Return True if an engine that holds `loaded` must receive `current`."""
+        """Return True if an engine with weights of version `loaded` must receive version `current`."""
         return current - loaded >= self.j
 
     def accepts(self, *, producing: int, oldest: int) -> bool:

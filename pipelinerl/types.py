@@ -57,7 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Exact domain shares within each block of `size` orders, which is one step's groups, from order `since` on."""
+    """Domain shares are exact in each block of `size` prompt orders (the groups of one step), from order `since` on."""
 
     since: int
     size: int
@@ -104,7 +104,7 @@ class DomainSampling:
 
 
 class IssuedAt(NamedTuple):
-    """The epoch and the trainer's version at which the controller issued a prompt order."""
+    """The epoch (number of the trainer's start) and the version of the weights when a prompt order was issued."""
 
     epoch: int = 0
     version: int = 0
@@ -364,7 +364,7 @@ class RolloutGroup:
 
     @property
     def epoch(self) -> int:
-        """The oldest epoch that sampled a token of this group."""
+        """The oldest epoch, that is start of the trainer, whose weights sampled a token of this group."""
         return min(rollout.epoch for rollout in self.rollouts)
 
     @property

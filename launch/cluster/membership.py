@@ -108,7 +108,7 @@ def write_launch(run_dir: Path, record: LaunchRecord) -> None:
 
 
 def read_launch(run_dir: Path) -> LaunchRecord | None:
-    """Return the head's record; None if there is no readable one."""
+    """Return the head's record; None if there is no readable record."""
     try:
         table = json.loads((folder_of(run_dir) / "launch.json").read_text())
         result = table["result"] and RunResult(RunOutcome(table["result"][0]), str(table["result"][1]))

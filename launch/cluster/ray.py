@@ -8,11 +8,11 @@ as a separate process: no role imports ray, and no data of the run passes throug
 | a placement group                     | `PLACED_S`        | raises an error that lists what each host needs        |
 | the head's node                       | –                 | ends with the exit status of the head's node           |
 | the replacement of a node that died   | –                 | meanwhile the run continues without this host          |
-| the same, on a machine of new address | –                 | restarts all nodes: the run resumes from a checkpoint  |
+| the same, on a different machine      | –                 | restarts all nodes: the run resumes from a checkpoint  |
 | the run to be saved, after Ctrl-C     | `launch.save_s`   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
-there, which never run; a new actor is requested until one answers.
+on the lost machine, which never run; a new actor is requested until one answers.
 
 Requirements: all machines see the run's directory and the model on a shared file system, and have this project
 installed.
@@ -82,7 +82,7 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run until the run is over, on the cluster at `address` or of this machine; return the head's exit status.
+    """Run the nodes on the Ray cluster at `address`, or on this machine's; return the exit status of the head's node.
 
     Raises:
         UserError: ray is not installed, no cluster answers, or the cluster cannot hold the hosts.

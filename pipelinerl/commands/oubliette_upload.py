@@ -65,7 +65,7 @@ class RowLinker:
     async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
         """Store the row's tests, and return the row with links to them in the field `tests`.
 
-        `answer_field` holds the tests of a row without any of the known fields.
+        `answer_field` names the field with the tests, for a row without any of the known fields.
 
         Raises:
             TestsMalformed: the row has no tests that can be run.

@@ -204,7 +204,7 @@ class DomainSection(Section):
 
     @property
     def is_sampled(self) -> bool:
-        """True if training samples answers to the domain's problems."""
+        """True if answers to the domain's problems are sampled for training."""
         return self.weight > 0 and self.loss is not Loss.CE
 
     @property

@@ -223,8 +223,8 @@ def _messages(path: Path, domain: Any) -> Any:
 
 # --- messages about keys that do not fit the schema -------------------------------------------------------------------
 #
-# One line for each field, with the expected and the given value. For an unknown key the message suggests the closest
-# key of its section, or other sections that have the key. Values that no file can represent are rejected first.
+# A message has one line for each field, with the expected and the given value. For an unknown key, it suggests the
+# closest key of the section, or other sections that have the key. Values that no file can represent are rejected first.
 
 #: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -248,7 +248,8 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # messages by field; a union's field has one per type
+    # Messages by field. A field of a union type has an error for each type; they are joined into one line.
+    said: dict[str, list[str]] = {}
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]

@@ -257,7 +257,8 @@ class RunConfig(Section):
         """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
         if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
             return 0
-        mesh = self.trainer.options.get("mesh", {})  # validated by the trainer
+        # The trainer validates the mesh later, so tolerate wrong types here.
+        mesh = self.trainer.options.get("mesh", {})
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
@@ -298,7 +299,7 @@ class RunConfig(Section):
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
-        """Return the most tokens of an answer to a problem of the domain in the evaluation set `asked`."""
+        """Return the maximum number of tokens of an answer to a problem of the domain in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 

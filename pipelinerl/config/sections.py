@@ -285,7 +285,7 @@ class CheckpointSection(Section):
 
 
 class StreamsSection(Section):
-    """The address of the streams; without `redis_url` the launcher starts an embedded server."""
+    """The Redis streams between the processes; without `redis_url` the launcher starts an embedded server."""
 
     redis_url: SecretStr | None = None
     """URL of a Redis server. It may contain a password, so it is never printed."""

@@ -181,7 +181,7 @@ class JudgeSection(Section):
 
     @property
     def template(self) -> Template:
-        """The rubric's template."""
+        """The template of the prompt with which the judge model scores an answer by the rubric."""
         return Template(RUBRICS.get(self.rubric, self.rubric), where="rubric")
 
     @property
@@ -196,7 +196,7 @@ class JudgeSection(Section):
 
 
 class OublietteSection(Section):
-    """Defaults of the verifier `oubliette`; a problem's metadata may override them."""
+    """Defaults of the verifier `oubliette`, a sandbox for programs; a problem's metadata may override them."""
 
     tier: Tier = Tier.DEFAULT
     """The sandbox tier; if it is unavailable, nothing is judged."""

@@ -1,4 +1,4 @@
-"""The roles: every kind of process that a run consists of, as `pipelinerl ROLE` starts it and as the launcher does."""
+"""The roles: descriptions of all kinds of process of a run, for the commands `pipelinerl ROLE` and for the launcher."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def verifier(
     options: RoleOptions,
     domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
 ) -> None:
-    """Judge answers for the actors of a run (verification.services); joins through the controller, on any machine."""
+    """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
     from pipelinerl.roles import verifier_role
 
     _run(options, partial(verifier_role.run, only=domain or ()))

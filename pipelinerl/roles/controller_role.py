@@ -252,7 +252,8 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
-    except (OSError, UserError) as error:  # perhaps only the trainer can write there
+    except (OSError, UserError) as error:
+        # Do not fail: the trainer's process may be the only one that can write to the location.
         log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
     if taken and begins:
         raise UserError(
@@ -345,7 +346,8 @@ def _restored(url: str) -> Path:
     checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
         log.warning("%s holds no complete checkpoint; the run begins again", url)
-    if not (draft / _RECIPE).is_file():  # absent if the trainer ran in another directory
+    # The copies contain no recipe if the trainer ran in another directory.
+    if not (draft / _RECIPE).is_file():
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)

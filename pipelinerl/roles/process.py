@@ -56,7 +56,7 @@ class Identity:
 
     @property
     def launch(self) -> str:
-        """An id of this launch of the run, derived from its token without revealing it."""
+        """An id of this launch of the run, derived from the bearer token without revealing the token."""
         return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
@@ -98,7 +98,7 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def token_of(token_file: Path | None, run_dir: Path) -> str:
-    """Return a role's bearer token: from `read_token`, else from the run's directory, where one is made if needed.
+    """Return a role's bearer token: from `read_token`, else from the run's directory, where it is created if needed.
 
     Roles that are started one by one on a machine thus share a token without the user's help.
 

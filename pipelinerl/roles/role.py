@@ -173,7 +173,7 @@ def _flag(parameter: inspect.Parameter) -> str:
 
 
 def hide_password() -> None:
-    """Replace this process by one without a password in its arguments. Return if the arguments hold no password."""
+    """Restart this process without the password in its arguments; do nothing if they contain no password."""
     moved = without_password(sys.orig_argv, os.environ)
     if moved is not None:
         arguments, environment = moved

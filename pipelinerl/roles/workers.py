@@ -36,7 +36,7 @@ from trainer_contract.types import Head, TrainerSpec, WeightDType
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The models of the trainer: policy, critic, reference and teachers. All share the devices of all ranks."""
+    """The models of the trainer: policy, critic, reference and teachers. All of them use the same devices."""
 
     policy: Trainer
     critic: Critic | None
@@ -124,7 +124,8 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
         own = model_dtype(spec.model_path)
     except ModelError as error:
         raise ModelError(f"reference: {error}") from error
-    if spec.gather_dtype in (None, own):  # then rounding would change nothing
+    # Rounding to the model's own dtype would not change a frozen model, so make no rounded copy of the weights.
+    if spec.gather_dtype in (None, own):
         spec = replace(spec, gather_dtype=WeightDType.FLOAT32)
     return _worker(config, "reference", spec)
 
@@ -173,7 +174,8 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         worker.init_worker(spec)
     except SpecError as error:
         raise ModelError(f"{name}: {error}") from error
-    except StateError as error:  # the recipe's fault: the files' digests match
+    except StateError as error:
+        # The checkpoint's files are undamaged, since their digests match, so the recipe does not fit the checkpoint.
         raise RecipeError(_unfit(name, spec, error)) from error
     return worker
 

@@ -1,4 +1,4 @@
-"""Evaluation loop: send problems to a respondent with bounded concurrency, and judge the answers.
+"""Evaluation loop: send problems to a respondent (engine or server) with bounded concurrency, and judge the answers.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -55,7 +55,7 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every prompt order; call `on_answer` for each, with None if it failed; raise `UserError` if all failed."""
+    """Send every prompt order; call `on_answer` for each (None if it failed); raise `UserError` if all failed."""
     waiting, failures, answered = iter(orders), list[str](), 0
 
     async def work() -> None:
@@ -76,7 +76,8 @@ async def ask(
         async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
-    except ExceptionGroup as several:  # not `except*`, which wraps raised errors before Python 3.11.4
+    # Not `except*`: before Python 3.11.4, an error raised inside it is wrapped in a group.
+    except ExceptionGroup as several:
         refusals, others = several.split(UserError)
         if refusals is None or others is not None:
             raise
@@ -108,7 +109,7 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
-    """Return a digest of all domain settings on which answers depend; it is part of an `AnswerLog`'s question."""
+    """Return a digest of all domain settings on which answers depend; an `AnswerLog` stores it."""
     settings = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -216,7 +217,7 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
     """Open the log in the file `path` for the duration of the block, creating it if missing.
 
     Raises:
-        UserError: the file holds results of another question, is damaged, or cannot be written or locked.
+        UserError: the file holds results of other settings (`question`), is damaged, or cannot be written or locked.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +233,7 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
 
 
 def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]) -> list[Answer]:
-    """Return the results in the file. Write the question into a new file, and cut off a partly written last line."""
+    """Return the results in the file. Write `question` into a new file; cut off a partly written last line."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     if not lines and first.startswith(data):  # a new file, or one whose writer was killed during the first line

@@ -72,7 +72,7 @@ def evaluate(
     """Evaluate the target; progress goes to `console`. With `out`, skip problems with a result there, and add results.
 
     Raises:
-        UserError: no problem was answered, or the file holds results of another question.
+        UserError: no problem was answered, or the file `out` holds results of other settings.
     """
     evaluation = config.evaluation_sets[0]
     if not evaluation.problems:
@@ -165,7 +165,8 @@ async def _evaluated(
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
     """Return the settings on which answers depend, for an `AnswerLog`: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # matters only for an engine that this command starts
+    # These settings matter only for an engine that this command starts, not for a server.
+    engine = {"type", "dtype", "weights", "context_length"}
     return {
         "target": target.named(model),
         "split": evaluation.split,

@@ -87,7 +87,7 @@ class Basis:
 
 
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
-    """Calibrate from finished runs.
+    """Calibrate the simulator with finished runs.
 
     To measure accuracy, the first run's second half is predicted from its first half, and each run from all runs.
 
@@ -136,7 +136,7 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
-    """Simulate the recipe with these changes; for an invalid combination, the trial states the reason instead.
+    """Simulate the recipe with these changes; for invalid changes, the trial has a reason and no prediction.
 
     Raises:
         UserError: the lengths of answers are unknown.

@@ -79,7 +79,7 @@ class ChangeResult:
 @final
 @dataclass(slots=True)
 class RunSource:
-    """One run, named by its directory or by its controller's URL; used from one thread."""
+    """One run, named by its directory or by its controller's URL; for use from one thread only."""
 
     run: str
     total_steps: int = 0

@@ -184,7 +184,8 @@ def _file(name: str) -> Response:
 
 # --- routes that change a run -----------------------------------------------------------------------------------------
 #
-# `/api/knobs`, `/api/engines`, `/api/stop`. Without a controller they refuse changes and show the event log's state.
+# The routes are `/api/knobs`, `/api/engines` and `/api/stop`. Without a controller, they refuse changes and show the
+# state in the event log.
 
 _EFFECTIVE: Final = "at the next step boundary"
 

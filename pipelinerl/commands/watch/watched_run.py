@@ -66,9 +66,11 @@ class Feed:
 
     def __init__(self, run: int) -> None:
         self._run = run
-        self._life = f"{time.time_ns():x}"  # detects places from before a restart of the server
+        # Part of each place, so that places from before a restart of the server are recognised.
+        self._life = f"{time.time_ns():x}"
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
-        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener within a call
+        # Reentrant, because garbage collection may close a listener while a method holds the lock.
+        self._lock = threading.RLock()
         self._number = 0
         self._rung = 0
         self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}

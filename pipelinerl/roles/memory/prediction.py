@@ -74,7 +74,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on each device."""
+        """Bytes on each device, for all purposes together."""
         return sum(self.parts.values())
 
     @property
@@ -97,12 +97,12 @@ class Footprint(Protocol):
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes by purpose."""
+        """Bytes on each device at the peak, by purpose (weights, gradients, …)."""
         ...
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Bytes on each device at the peak."""
         ...
 
     @property
@@ -230,7 +230,8 @@ def _of_all(prediction: MemoryPrediction) -> int:
 def _advice(footprint: Footprint, limit: int) -> str:
     """Return advice: every single change with which the process fits, or else the change that saves the most memory."""
     tried = list(_changes(footprint))
-    enough: dict[str, str] = {}  # by key, the smallest change of that key with which it fits
+    # For each key of the recipe, the smallest change of the key with which the process fits.
+    enough: dict[str, str] = {}
     for name, changed in tried:
         if changed.total <= limit:
             enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")

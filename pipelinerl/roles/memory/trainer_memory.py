@@ -68,7 +68,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes at the peak, by purpose."""
+        """Bytes on the device at the peak, by purpose."""
         values = 2 if self.values else 1
         bases = 1 if self.rank and self.shards == 1 else values + self.references
         sizes = {
@@ -85,7 +85,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Bytes on the device at the peak."""
         return sum(self.parts.values())
 
     @property
@@ -228,7 +228,8 @@ class TrainerMemory:
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:  # in pieces; sums the weight's gradient in fp32, in bf16 twice the memory
+        if whole > LOGITS_AT_ONCE:
+            # The layer computes in pieces and sums the weight's gradient in fp32; bf16 needs twice the memory for it.
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)

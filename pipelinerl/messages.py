@@ -137,7 +137,7 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process must end while the run continues; it requests a directive to save its state before."""
+    """The trainer must end while the run continues; it requests a directive, then saves its state and ends."""
 
     report_id: str
     epoch: int

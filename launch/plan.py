@@ -224,7 +224,7 @@ class Launch:
         )
 
     def trainer(self) -> ProcessSpec:
-        """Return the spec of the trainer, or of its rank 0, which starts after the parameter servers."""
+        """Return the spec of the trainer (rank 0 of several processes), which starts after the parameter servers."""
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
         servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
@@ -240,7 +240,7 @@ class Launch:
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
-        """Return the spec of a trainer's rank above 0, which has its own device and is stopped after rank 0."""
+        """Return the spec of a trainer process of rank 1 or above, which has its own device and stops after rank 0."""
         name = roles.trainer_rank.numbered(rank)
         return self.spec(
             roles.trainer_rank,
@@ -265,7 +265,7 @@ class Launch:
         return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
-        # A role that reaches the embedded server at a loopback address finds the password file without this variable.
+        # Roles find the embedded server's password file themselves only if the server's address is loopback.
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),

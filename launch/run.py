@@ -202,7 +202,7 @@ def _suspends(controller: ControllerCalls) -> bool:
 
 
 def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
-    # If the run was suspended, its launcher reports it as completed, but the other nodes must learn that it can resume.
+    # The launcher counts a suspended run as completed, but the other nodes must learn that the run can be resumed.
     if not head.leads:
         return
     last = tell(_events_of(directory)).finished or {}

@@ -64,7 +64,7 @@ TRAINERS: Final[Mapping[str, RegistryEntry]] = {
 
 #: Trainers that take `trainer.options`.
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
-#: Functions that validate trainer options before a run starts, without heavy imports.
+#: For some trainers, a function that validates the trainer's options before a run starts, without heavy imports.
 TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "torch": "pipelinerl.trainers.torch.options:checked",
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
@@ -86,7 +86,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
-#: By source, a function that inspects its first rows: `(SourceRequest, FirstRows, check) -> Problem | None`.
+#: For some sources, a function that inspects the first rows: `(SourceRequest, FirstRows, check) -> Problem | None`.
 LOOKS: Final[Mapping[str, str]] = {
     "files": "pipelinerl.data.files.hub:look_at_files",
     "hub": "pipelinerl.data.files.hub:look_at_hub",
@@ -101,7 +101,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
-#: By verifier, a function `(Problem)` that raises `RecipeError` if the verifier can judge no answer to the problem.
+#: For some verifiers, a function `(Problem)` that raises `RecipeError` if the verifier can judge no answer to it.
 PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
     "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",

@@ -364,7 +364,7 @@ class RolloutGroup:
 
     @property
     def epoch(self) -> int:
-        """The oldest epoch, that is start of the trainer, whose weights sampled a token of this group."""
+        """The oldest epoch (one start of the trainer) whose weights sampled a token of this group."""
         return min(rollout.epoch for rollout in self.rollouts)
 
     @property

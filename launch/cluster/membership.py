@@ -40,7 +40,7 @@ FIRST_PORT: Final = 20000
 
 
 class NodeState(StrEnum):
-    """The state of a node, as it reports it."""
+    """The state of a node, as the node reports it."""
 
     UP = "up"
     FAILED = "failed"

@@ -89,7 +89,7 @@ exit "$status"
 
 
 def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: Sequence[str] = ()) -> str:
-    """Return the batch script of a run, with the user's options for sbatch, `extra`; pure.
+    """Return the batch script of a run, with the user's options for sbatch, `extra`; submit nothing.
 
     Raises:
         UserError: the hosts have different numbers of GPUs and no names, so one sbatch request cannot describe them.

@@ -39,7 +39,7 @@ class HeldOutSet:
     pass_at: tuple[int, ...]
 
     def faults(self, key: str) -> Iterator[str]:
-        """Yield an error for each setting that makes metrics impossible; `key` is the set's path in the recipe."""
+        """Yield an error for each invalid or contradictory setting; `key` is the set's path in the recipe."""
         if 0 < self.temperature < COLDEST:
             yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
         if self.samples > 1 and self.temperature == 0:

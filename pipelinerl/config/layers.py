@@ -150,7 +150,7 @@ _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the table's paths absolute, taken as relative to `folder`; raise `RecipeError` for a bad few-shot file."""
+    """Make paths in the table, relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
     # The keys of this table are engine types, which may be references to user code.
@@ -261,7 +261,8 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "missing":
                 message = "must be given"
             case "value_error":
-                path = "" if message.startswith(path) else path  # an error about several fields already names them
+                # The message of an error about several fields already names the fields.
+                path = "" if message.startswith(path) else path
             case "tuple_type" | "list_type" if isinstance(problem["input"], Mapping) and len(steps) == 1:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
@@ -296,7 +297,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_choice(step: int | str) -> bool:
-    """Return True if this step of the path is a type of a union, added by pydantic, such as `literal['auto']`."""
+    """Return True if pydantic added this part of a path to name one type of a union, such as `literal['auto']`."""
     return isinstance(step, str) and step.endswith("]") and "[" in step
 
 

@@ -279,7 +279,7 @@ class _Endpoint:
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    # Commands that read this file run on this machine, so 0.0.0.0, from which no client connects, becomes loopback.
+    # Clients cannot connect to 0.0.0.0. The commands that read this file run on this machine, so write loopback there.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -290,7 +290,7 @@ def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
     return made
 
 
-#: Text that every URL contains, and no path.
+#: Text by which URLs are recognised; a path does not contain it.
 _SCHEME: Final = "://"
 _RECIPE: Final = "recipe.toml"
 

@@ -94,5 +94,5 @@ def _leave(error: TrainerError | None, status: int) -> Never:
     os._exit(status)
 
 
-#: By trainer type, the function with which a rank joins and follows rank 0.
+#: For each trainer type, the function with which a rank joins and follows rank 0.
 _FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

@@ -40,7 +40,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[tuple[str, str]]:
-    """Play an episode; return pairs (kind of finding, line) on each turn, the verdict, and an excessive length.
+    """Play an episode; return pairs (kind of finding, line) on each turn, on the verdict, and on a too long episode.
 
     Raises:
         RecipeError: the environment fails (the message has the file and the line), or it offers tools whose calls the

@@ -32,7 +32,7 @@ from pipelinerl.observability.status import (
     RunStatus,
 )
 
-#: Seconds between two polls.
+#: Seconds between two polls of the controller and the files.
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
 #: Seconds after which reading a long log is interrupted to show how much has been read.

@@ -32,7 +32,7 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Number of logits that are computed at once; a copy from `numerics.torch_logprobs`, whose import would load torch.
+#: Number of logits computed at once: the value of `numerics.torch_logprobs`, whose import would load torch.
 LOGITS_AT_ONCE: Final = 2**24
 #: Factor by which padding sequences to buckets of similar lengths increases what attention keeps.
 _PADDING: Final = 1.1

@@ -31,7 +31,7 @@ class MissingFieldError(RecipeError):
 
 
 class TokenRefused(RecipeError):
-    """The controller or another service of the run rejected the bearer token."""
+    """The controller rejected the bearer token."""
 
 
 class ReferenceFailed(UserError):

@@ -38,7 +38,7 @@ VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Origin(StrEnum):
-    """The source of the list of devices."""
+    """The source of the list of GPUs, which decides their order."""
 
     DRIVER = "driver"
     """The driver, which numbers GPUs in the order of the PCI bus."""
@@ -48,7 +48,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that a run may use; recipes refer to them by their index here."""
+    """The devices that a run may use; recipes refer to a device by its index in this list."""
 
     each: tuple[VisibleDevice, ...] = ()
     origin: Origin = Origin.DRIVER
@@ -233,7 +233,7 @@ def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
             yield VisibleDevice(name)
             continue
         if name.isdecimal():
-            # CUDA_DEVICE_ORDER decides which GPU an index means; its memory is known only if all have equally much.
+            # CUDA_DEVICE_ORDER decides which GPU an index means, so memory is known only if all GPUs have equal memory.
             same = [row for row in rows if len(sizes) == 1 and row[3] != "Enabled"] if int(name) < len(rows) else None
         else:
             same = [row for row in rows if row[1].startswith(name)] or None

@@ -35,7 +35,7 @@ ROUNDING: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The devices of one process, by index, and its fraction of each device's memory; None for all of it."""
+    """The devices of one process, by index, and its fraction of each device's memory; None means all the memory."""
 
     indices: tuple[int, ...] = ()
     share: float | None = None
@@ -237,7 +237,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's memory share: the recipe's, else an equal part of what the recipe's other shares leave."""
+    """Return each process's share of its devices' memory: the recipe's share, or a part of the rest."""
     requested = {name: _requested_share(config, name) for name in indices}
     shares = dict(requested)
     for index in range(len(devices)):
@@ -254,7 +254,7 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Return the shares of one device. Shares that the recipe leaves open are equal; the trainer gets up to half."""
+    """Divide one device's memory among its processes; by default the trainer gets at most `_TRAINERS`."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())

@@ -36,8 +36,9 @@ from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOpt
 #: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
 
-#: Waits of a process's threads for each other. A single thread sleeps, because many processes share few cores. Several
-#: threads spin briefly first: waking them is so slow that two sleeping threads decode half as fast as one.
+#: OpenMP settings for how the threads of a process wait for work. A single thread sleeps, because many processes share
+#: few cores. Several threads spin briefly before they sleep: waking them is so slow that two would decode half as fast
+#: as one.
 _ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
 _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
 #: Limits each look-up of a host name to two tries of 1 s; the C library's default is two tries of 5 s. torch's TCPStore
@@ -75,7 +76,7 @@ class ProcessSpec:
 
     @property
     def log_name(self) -> str:
-        """The file name of its log, below the run's `logs/`."""
+        """The file name of the process's log in the run's folder `logs/`."""
         return f"{self.name}.log"
 
 
@@ -117,9 +118,9 @@ class Launch:
     """One launch of a run: the values from which the processes' command lines and environments are made.
 
     Attributes:
-        ports: port of each process that listens, by its name; at the trainer's port its ranks meet. Without an embedded
-            stream server, `redis` has no port.
-        placement: of the processes that the run begins with.
+        ports: port of each process that listens, by its name; all trainer ranks connect to the trainer's port. Without
+            an embedded stream server, `redis` has no port.
+        placement: the host and devices of each process that the run begins with.
         cores: usable cores of this machine; empty if the run is planned for other machines.
     """
 
@@ -171,7 +172,7 @@ class Launch:
             changes: changes of the recipe that this process alone gets.
             own: options that only this role has.
             shown: environment variables that limit the process to its devices.
-            after: processes that it waits for in addition to those of its role.
+            after: names of processes that the process waits for, in addition to those that its role waits for.
             rest: fields of `ProcessSpec` that differ from the role's.
         """
         home, streams = self.placement.host_of(name), "redis" in self.ports
@@ -204,13 +205,13 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine. If a live run requested it, `type` is set, and the run survives its failure."""
+        """Return the spec of an engine. `type` is set if a live run requested it; the run survives its failure."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
         changes = _share_setting("engine.memory_share", on, config.engine.memory_share)
         if config.engine.options and type not in (None, config.engine.type):
-            changes += ("engine.options={}",)  # the recipe's options are meant for its own engine type
+            changes += ("engine.options={}",)  # the recipe's options are for another engine type
         return self.spec(
             roles.engine,
             name,
@@ -223,7 +224,7 @@ class Launch:
         )
 
     def trainer(self) -> ProcessSpec:
-        """Return the spec of the trainer, or of its rank 0, which starts after the parameter servers."""
+        """Return the spec of the trainer (rank 0 of several processes), which starts after the parameter servers."""
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
         servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
@@ -239,7 +240,7 @@ class Launch:
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
-        """Return the spec of a trainer's rank above 0, which has its own device and is stopped after rank 0."""
+        """Return the spec of a trainer process of rank 1 or above, which has its own device and stops after rank 0."""
         name = roles.trainer_rank.numbered(rank)
         return self.spec(
             roles.trainer_rank,
@@ -264,7 +265,7 @@ class Launch:
         return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
-        # A role finds the embedded server's password by itself only at this machine's loopback address.
+        # Roles find the embedded server's password file themselves only if the server's address is loopback.
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),

@@ -39,7 +39,7 @@ _SETTLED_S: Final = 10.0
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts of one process: at most `limit` unforgiven deaths; `deaths` counts all of them."""
+    """The restarts of one process: at most `limit` unforgiven deaths. `deaths` counts forgiven ones as well."""
 
     limit: int
     deaths: int = 0

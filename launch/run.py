@@ -47,7 +47,7 @@ class ControllerCalls(Protocol):
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start; raise `UserError`, also if the controller does not know the engine."""
+        """Remove an engine that cannot start; raise `UserError` without an answer or if it is unknown."""
         ...
 
     def suspend(self) -> None:
@@ -64,7 +64,7 @@ Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make a run's directory for `resume`; return its path. If the hosts do not suffice, only raise `UserError`."""
+    """Make a run's directory for `resume`; return its path. If the hosts do not suffice, raise `UserError` first."""
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
     if members is not None:
@@ -202,7 +202,7 @@ def _suspends(controller: ControllerCalls) -> bool:
 
 
 def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
-    # A suspended run counts as stopped for the other nodes, as completed for its launcher.
+    # The launcher counts a suspended run as completed, but the other nodes must learn that the run can be resumed.
     if not head.leads:
         return
     last = tell(_events_of(directory)).finished or {}

@@ -108,7 +108,8 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
     """Raise `UserError` if a run of this name is live: a second run on this machine is rarely intended.
 
-    `by_hand` describes which process uses a directory without a launcher; empty if none does.
+    `by_hand(directory)` describes the process that uses the directory if the user started the run's services without
+    the launcher; it returns an empty text if there is none.
     """
     for path in namesakes(config):
         runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
@@ -128,7 +129,7 @@ def _numbered(config: RunConfig, number: int) -> RunConfig:
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
     """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
-    `claim` claims the name at other locations that the run writes to; it returns False if another run has it there.
+    `claim` reserves the name at other locations that the run writes to; it returns False if another run has the name.
     Raises `UserError` if the directory cannot be made.
     """
     for number in count(1):

@@ -305,7 +305,8 @@ class Supervisor:
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
-            if process.pid is not None or process.state is State.ENDED:  # the group may need an ended process again
+            # Restart ended processes, too: the restarted group may need them.
+            if process.pid is not None or process.state is State.ENDED:
                 self._announce(f"restarting {process.spec.name} with it")
                 self._forget(process)
                 process.state, process.due = State.BACKING_OFF, died.due
@@ -398,7 +399,7 @@ class Supervisor:
 class EngineProcesses:
     """Makes the supervisor run the engines that were requested of the live run.
 
-    `give_up` tells the controller that an engine cannot start, for each status that still requests the engine.
+    `give_up` tells the controller that an engine cannot start; it is called again while the status requests the engine.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:

@@ -156,7 +156,7 @@ def check(
         float | None, typer.Option(min=0, max=2**20, help="Device memory in GiB (default: this machine's).")
     ] = None,
 ) -> None:
-    """Check a recipe without training: reject everything that would stop the run.
+    """Check a recipe without training: reject every mistake that would stop the run.
 
     Exit status 1: the recipe is valid, but does not fit into this machine's memory or disk.
     """
@@ -382,7 +382,7 @@ def track(
     run_dir: RunPath,
     tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
 ) -> None:
-    """Export a run's figures to TensorBoard, live or finished; a repeated call adds only what is new."""
+    """Export a run's metrics to TensorBoard, live or finished; a repeated call adds only the latest events."""
     from pipelinerl.commands.exports import track_run
 
     typer.echo(track_run(run_dir, tensorboard))
@@ -465,7 +465,7 @@ app.command()(chaos)
 
 
 def _refuse(config: recipes.RunConfig) -> None:
-    """Reject a recipe that would stop the run, before anything is created or started. Fast, and needs little memory."""
+    """Reject a recipe with which the run would fail, before anything is created. Fast, and needs little memory."""
     from pipelinerl.commands.check import refuse
     from pipelinerl.commands.findings.problems import FIRST, refuse_problems
 
@@ -499,7 +499,7 @@ def main() -> None:
     collect_rarely()
     hide_password()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # output contains Unicode, which some terminals cannot encode
+        if isinstance(stream, io.TextIOWrapper):  # some terminals cannot encode the Unicode characters in the output
             stream.reconfigure(errors="backslashreplace")
     try:
         working_directory()
@@ -507,7 +507,7 @@ def main() -> None:
     except UserError as error:
         print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
-    except OSError as error:  # unreadable file or full disk: the system's message names it
+    except OSError as error:  # such as an unreadable file or a full disk; the system's message names the file
         print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
         raise SystemExit(1) from None
     except PipelineError as error:

@@ -31,7 +31,7 @@ class VerifierLocation(StrEnum):
 
 
 class Receiver(StrEnum):
-    """The process that receives an engine's weights; for engines that stage weights in their own process."""
+    """The process that joins the weight group and receives an engine's weights; some engine types have no choice."""
 
     IN_PROCESS = "in_process"
     """The engine's process: nothing is copied, but a peer that sends more than announced ends the engine."""
@@ -55,7 +55,7 @@ class OldLogprobs(StrEnum):
     RECOMPUTE = "recompute"
     """A forward pass with the weights at the start of the step.
 
-    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures staleness and
+    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures staleness
     and numerics, and current/old begins at 1.
     """
     BEHAVIOR = "behavior"
@@ -108,7 +108,7 @@ class Overdue(StrEnum):
 
 
 class Pin(StrEnum):
-    """Method that guarantees one version of the weights for a whole evaluation."""
+    """Method by which all answers of an evaluation come from one version of the weights."""
 
     AUTO = "auto"
     """`engine` while two or more engines serve, otherwise `gate`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 
 class PipelineError(Exception):
-    """Base of the tree."""
+    """Base class of all errors of the pipeline."""
 
 
 class UserError(PipelineError):
@@ -31,7 +31,7 @@ class MissingFieldError(RecipeError):
 
 
 class TokenRefused(RecipeError):
-    """The run's peer requires another bearer token."""
+    """The controller rejected the bearer token."""
 
 
 class ReferenceFailed(UserError):
@@ -39,7 +39,7 @@ class ReferenceFailed(UserError):
 
 
 class ColumnError(UserError):
-    """An objective reads a missing column; the message says what computes it."""
+    """An objective needs a missing input (column), such as `ref_logprobs`; the message says what computes it."""
 
 
 class ModelError(UserError):
@@ -51,7 +51,7 @@ class TemplateNameError(ModelError):
 
 
 class UnshownFieldError(ModelError):
-    """The chat template ignores a field of the request; `place` names the field."""
+    """The chat template would ignore a field of the request, so the model would not see it; `place` names the field."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class DivergedError(UserError):
 
 
 class FencedError(UserError):
-    """Another process has taken over this role, so this process must stop for good."""
+    """A newer process has taken over this process's role, so this process must stop for good."""
 
 
 class RunFailed(UserError):
@@ -75,7 +75,7 @@ class RunFailed(UserError):
 
 
 class DeadlineError(PipelineError):
-    """A wait timed out; the message names the culprit."""
+    """A wait timed out; the message says what was waited for."""
 
 
 class RecordError(PipelineError):
@@ -83,7 +83,7 @@ class RecordError(PipelineError):
 
 
 class LedgerError(PipelineError):
-    """The account of prompt orders does not balance."""
+    """The counts of prompt orders are inconsistent: more orders ended than were issued."""
 
 
 class CheckpointError(PipelineError):

@@ -31,7 +31,7 @@ PROMPTS = "prompts"
 REPORTS = "reports"
 DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
-#: Stream with one entry for each epoch that ever began, so that no epoch number is used twice.
+#: Stream with one entry for each epoch (one start of a trainer), so that no epoch number is used twice.
 EPOCHS = "epochs"
 #: Streams for engines that pull weights: `ANNOUNCEMENTS` carries the versions, `TAKEN` each engine's outcome.
 ANNOUNCEMENTS = "announcements"
@@ -43,7 +43,7 @@ ACTORS_GROUP = "actors"
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
-    """Base of every message; the tag is the class's name."""
+    """Base class of every message; msgspec tags it with the class's name."""
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
@@ -52,7 +52,7 @@ def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
 
 
 class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups of one domain since its last group with signal."""
+    """Counts of a domain's groups without training signal, by reason, since its last group with signal."""
 
     right: int = 0
     """Groups with only correct answers."""
@@ -88,8 +88,8 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
-    It begins a new epoch, with a number above all numbers ever `claimed` in its directory. `solved` is as in
-    `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
+    Each start of a trainer begins a new epoch, whose number is above all numbers ever `claimed` in the run's directory.
+    `solved` is as in `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
     """
 
     report_id: str
@@ -103,9 +103,9 @@ class TrainerReady(ControlMessage, frozen=True):
 class StepDone(ControlMessage, frozen=True):
     """A step on the groups of the prompt orders `orders` is complete, and the weights are now `model_version`.
 
-    `updates` contains figures of each optimizer step, if there may be several. `by_domain` and `by_tag` contain figures
-    of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of each of
-    these groups whose answers were all correct.
+    `updates` contains metrics of each optimizer step, if a step may have several. `by_domain` and `by_tag` contain
+    metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of
+    each of these groups whose answers were all correct.
     """
 
     report_id: str
@@ -137,7 +137,7 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process must end while the run continues; it requests a directive to save its state first."""
+    """The trainer must end while the run continues; it requests a directive, then saves its state and ends."""
 
     report_id: str
     epoch: int
@@ -159,7 +159,7 @@ class OrdersEnded(ControlMessage, frozen=True):
 
 
 class Starving(ControlMessage, frozen=True):
-    """The trainer waits for groups, and nothing has arrived for a while.
+    """The trainer waits for groups, and no group has arrived for a while.
 
     `held` lists the prompt orders whose groups the trainer already has.
     """
@@ -189,7 +189,7 @@ class Published(ControlMessage, frozen=True):
 
 
 class CanaryChecked(ControlMessage, frozen=True):
-    """Outcome of the canary check for each engine (base URL) that had to prove newly published weights.
+    """Outcome of the canary check for each engine (base URL) that had to prove that it serves newly published weights.
 
     `worst` holds, for engines that passed, the largest difference between their log-probs and the trainer's, in nats.
     `mismatched` describes wrong answers, and `failed` says why an engine gave no answer. Engines in `permanent` failed
@@ -248,7 +248,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a prompt order: its oldest token, of version `oldest`, is too old to train at `current`."""
+    """An actor gave up a prompt order: its oldest token, sampled by version `oldest`, is too old at `current`."""
 
     order_id: str
     index: int
@@ -342,9 +342,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Unix times at which an actor claimed prompt order `index`, had it sampled by `engine`, and had it verified.
+    """Unix times at which prompt order `index` was claimed by an actor, sampled by `engine`, and verified.
 
-    `spans` are pairs (version, number of tokens) of its longest answer. No decision depends on these times.
+    `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
 
     index: int
@@ -356,7 +356,7 @@ class GroupStages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat, with figures of its verifiers by domain, and of the recipe's filter (`filtering`).
+    """An actor's heartbeat, with totals of its verifiers by domain, and of the recipe's group filter (`filtering`).
 
     `stages` describes a few of the groups that ended since the previous heartbeat, drawn by seed.
     """
@@ -414,10 +414,10 @@ class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of the last announcement for the engine at `url`, which follows announcements.
+    """Outcome of the last announced version at the engine at `url`, which reads the announcements stream.
 
-    The outcome is the contract's `answer`, or its `error` with the HTTP `status`, as JSON. Both are empty in the
-    engine's first entry, which says that it now follows announcements.
+    The outcome is the contract's `answer`, or its `error` with the HTTP `status`, as JSON. Both are empty in the first
+    entry of an engine, which says that the engine now reads the stream.
     """
 
     url: str
@@ -455,7 +455,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: A message is rejected as forged if its order is further than this from the known orders.
+#: A message is rejected as forged if its order index is further than this from those of the known orders.
 MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -466,7 +466,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def layout_refusal(what: str, found: object) -> str:
-    """Return the error message for `what`, whose layout version `found` this version of the project cannot read."""
+    """Return the error message for `what` (a run, say), whose layout version `found` this version cannot read."""
     return (
         f"{what} must be of layout {LAYOUT}, got layout {found}: it was begun by another version of pipelinerl; use "
         "that version, or begin a new run"
@@ -489,7 +489,7 @@ def decode_announcement(payload: bytes) -> WeightsAnnounced:
 
 
 def decode_taken(payload: bytes) -> WeightsTaken:
-    """Decode an outcome; raises `msgspec.DecodeError` for anything else."""
+    """Decode an engine's outcome (`WeightsTaken`); raises `msgspec.DecodeError` for anything else."""
     return _decoded(_TAKEN, payload)
 
 
@@ -506,5 +506,6 @@ def decode_directive(payload: bytes) -> Directive:
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap these two errors
+    # msgspec does not convert these two errors to its own error.
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None

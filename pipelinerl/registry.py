@@ -1,4 +1,4 @@
-"""Registry of pluggable components by name. To add one, write its file and one line here; conformance tests include it.
+"""Registry of pluggable components by name. A new component needs its file and one line here; tests then cover it.
 
 Values are `module:attribute`, imported only when used. User code needs no entry: wherever a name is accepted, so is
 `package.module:attribute` or `path.py:attribute`.
@@ -46,13 +46,13 @@ ENGINES: Final[Mapping[str, RegistryEntry]] = {
     "bigram": RegistryEntry("pipelinerl.engines.bigram.engine:from_options"),
 }
 
-#: Engines that stand for a server that the user runs (`engine.servers`).
+#: Engines that forward requests to an inference server that the user runs (`engine.servers`).
 SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
 #: Engines and trainers that compute on the CPU even if the machine has GPUs.
 ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
 
-#: Engines with their own options (`engine.options`). The function rejects options that are set elsewhere in the recipe.
+#: Engines that take `engine.options`, each with a function that rejects options which other keys of the recipe set.
 ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.limits:check_names"}
 
 #: Trainers by name: classes without arguments that implement `Trainer`.
@@ -62,9 +62,9 @@ TRAINERS: Final[Mapping[str, RegistryEntry]] = {
     "bigram": RegistryEntry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
-#: Trainers with their own options (`trainer.options`).
+#: Trainers that take `trainer.options`.
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
-#: Functions that validate trainer options before a run starts, without heavy imports.
+#: For some trainers, a function that validates the trainer's options before a run starts, without heavy imports.
 TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "torch": "pipelinerl.trainers.torch.options:checked",
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
@@ -86,7 +86,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
-#: Functions that inspect the first rows of a source: `(SourceRequest, FirstRows, check) -> Problem | None`.
+#: For some sources, a function that inspects the first rows: `(SourceRequest, FirstRows, check) -> Problem | None`.
 LOOKS: Final[Mapping[str, str]] = {
     "files": "pipelinerl.data.files.hub:look_at_files",
     "hub": "pipelinerl.data.files.hub:look_at_hub",
@@ -101,7 +101,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
-#: Functions `(Problem)` that raise `RecipeError` if no answer to the problem could be judged.
+#: For some verifiers, a function `(Problem)` that raises `RecipeError` if the verifier can judge no answer to it.
 PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
     "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",
@@ -131,7 +131,7 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
 
 
 def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry of `name`. User code is imported to check it; registered components are not.
+    """Return the entry of `name`. User code is imported to check it; a registered component is not imported.
 
     Raises:
         RecipeError: the name is unknown, a package that it needs is missing, or the user's code cannot be loaded.

@@ -19,13 +19,13 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def key(seed: int, *path: int | str) -> int:
-    """Return a 63-bit key for (seed, path), stable across processes, machines and Python versions."""
+    """Return a 63-bit key for `seed` and the parts of `path`, equal on all processes, machines and Python versions."""
     text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, *path: int | str) -> np.random.Generator:
-    """Return a new generator for (seed, path)."""
+    """Return a new numpy generator, seeded by `seed` and the parts of `path`."""
     return np.random.Generator(np.random.PCG64(key(seed, *path)))
 
 
@@ -36,7 +36,7 @@ def sample_keys(seed: int, num_samples: int) -> UInt64:
 
 
 def uniform(keys: UInt64, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1), one per pair (key, position), however samples are batched (counter-based).
+    """Return a uniform number in [0, 1) per pair (key, position). Counter-based: batching does not change the numbers.
 
     Args:
         keys: u64 [B], from `sample_keys`.

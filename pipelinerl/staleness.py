@@ -17,7 +17,7 @@ from typing import Final
 
 from pipelinerl.errors import RecipeError
 
-#: The value of k at which each step trains only on samples of the version before it.
+#: The value of k with which each step trains only on samples of the newest version.
 LOCKSTEP: Final = 1
 
 
@@ -44,7 +44,7 @@ class StalenessBounds:
             )
 
     def reload_due(self, *, current: int, loaded: int) -> bool:
-        """Return True if an engine that holds `loaded` must receive `current`."""
+        """Return True if an engine with weights of version `loaded` must receive version `current`."""
         return current - loaded >= self.j
 
     def accepts(self, *, producing: int, oldest: int) -> bool:
@@ -59,10 +59,11 @@ class StalenessBounds:
     ) -> bool:
         """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
 
-        `queued` rollouts are ahead of the prompt, and each step takes `per_step` rollouts, in whole groups. The prompt
-        is sampled with version `loaded` or newer, so it must be trained within k − (current − loaded) steps. Because
-        an answer may take twice as long as others, only half of these steps, but at least two, are filled in advance.
-        At most `sampled_at_once` rollouts are needed, plus those of one step that trains and one step that waits.
+        `queued` rollouts will be trained before the prompt's own, and each step takes `per_step` rollouts, in whole
+        groups. The prompt is sampled with version `loaded` or newer, so it must be trained within
+        k − (current − loaded) steps. Because an answer may take twice as long as others, only half of these steps, but
+        at least two, are filled in advance. At most `sampled_at_once` rollouts are needed, plus the rollouts of two
+        steps: the step that trains now and the step that waits.
         """
         steps = self.k - (current - loaded)
         most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf

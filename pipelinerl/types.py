@@ -30,7 +30,7 @@ class Message(NamedTuple):
 class Problem:
     """One task: a prompt, and the `ground_truth` with which the domain's verifier compares answers.
 
-    `metadata` is for verifiers, environments and prompt templates. Figures are split by `tags`, such as
+    `metadata` is for verifiers, environments and prompt templates. Metrics are split by `tags`, such as
     `subject=algebra`, in addition to the domain.
     """
 
@@ -52,12 +52,12 @@ class ProblemSummary(NamedTuple):
 
 _UNNAMED: Final = ProblemSummary()
 
-#: The most characters of a text that is only kept for display.
+#: Maximum number of characters of a text that is kept only for display.
 MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """From order `since` on, domain shares are exact within each block of `size` orders, the groups of one step."""
+    """Domain shares are exact in each block of `size` prompt orders (the groups of one step), from order `since` on."""
 
     since: int
     size: int
@@ -94,7 +94,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainSampling:
-    """Sampling parameters of a domain. None means the run's value. `chat_template_kwargs` go to the chat template."""
+    """Sampling parameters of a domain; None means the run's value. `chat_template_kwargs` are for the chat template."""
 
     group_size: int | None = None
     temperature: float | None = None
@@ -104,7 +104,7 @@ class DomainSampling:
 
 
 class IssuedAt(NamedTuple):
-    """The epoch and the trainer's version at which the controller issued a prompt order."""
+    """The epoch (number of the trainer's start) and the version of the weights when a prompt order was issued."""
 
     epoch: int = 0
     version: int = 0
@@ -208,7 +208,7 @@ class TurnNote(NamedTuple):
     begins: str = ""
 
 
-#: The facts of every turn outside episodes: no reward, no agent.
+#: The note of every turn outside episodes: no reward, no agent.
 NO_NOTE: Final = TurnNote()
 
 
@@ -345,7 +345,7 @@ class RolloutGroup:
     """The G rollouts of one prompt order.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
-    the group from training; empty if the group may train. `issued_at` is the order's.
+    the group from training; empty if the group may train. `issued_at` is that of the order.
     """
 
     group_id: str
@@ -364,7 +364,7 @@ class RolloutGroup:
 
     @property
     def epoch(self) -> int:
-        """The oldest epoch that sampled a token of this group."""
+        """The oldest epoch (one start of the trainer) whose weights sampled a token of this group."""
         return min(rollout.epoch for rollout in self.rollouts)
 
     @property

@@ -1,5 +1,5 @@
-"""Runs on several hosts: one supervisor per host (`node`), led by the head, and launchers that start the nodes.
+"""Runs on several hosts: each host has a node, which supervises the host's processes; the first host's node leads.
 
-The launchers for Slurm, Kubernetes and Ray only start `pipelinerl node` on every host, and stop it; how nodes behave
-does not depend on them.
+The launchers for Slurm, Kubernetes and Ray only start and stop `pipelinerl node` on every host. The nodes behave the
+same under every launcher.
 """

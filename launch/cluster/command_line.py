@@ -20,7 +20,7 @@ import typer
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-if TYPE_CHECKING:  # kept out of `pipelinerl --help`, which does not need these imports
+if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
     from launch.cluster.launchers import ClusterTarget
     from launch.cluster.membership import Members
     from launch.plan import Launch
@@ -70,7 +70,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
-    """Raise `UserError` if the command line of a resumed run names hosts: the run continues on its own hosts."""
+    """Raise `UserError` if the command line of a resumed run names hosts: the run continues on its earlier hosts."""
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
@@ -81,7 +81,7 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
 def members_of(
     config: RunConfig, words: list[str] | None, count: int | None, gpus: int | None, first_port: int | None
 ) -> Members | None:
-    """Return the hosts that a command line names, or None for this machine alone; raise `UserError` if unreadable."""
+    """Return the hosts that the options name; None for a run on this machine alone. Raise `UserError` if invalid."""
     from launch.cluster.membership import FIRST_PORT, Members
     from launch.hosts import read_hosts
 
@@ -93,8 +93,8 @@ def members_of(
 def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
     """Add the commands `plan` and `node` to the command line.
 
-    `connect` makes the client of a run's controller, `claim` is as in `run_directory.create`, and `refuse` raises
-    `UserError` for a recipe that cannot run.
+    `connect` makes the client of a run's controller, `claim` reserves the run's name (see `run_directory.create`), and
+    `refuse` raises `UserError` for a recipe that cannot run.
     """
     _add_plan(app)
     _add_node(app, connect, claim, refuse)
@@ -116,7 +116,7 @@ def _add_plan(app: typer.Typer) -> None:
     ) -> None:
         """Show where each process would run: hosts, ports, devices, ranks, environment and restart rules.
 
-        Starts nothing. With --on, show what that launcher would be given.
+        Starts nothing. With --on, show the script, manifests or resources that would be passed to that launcher.
         """
         from launch.cluster.launchers import plan_json, plan_lines
 

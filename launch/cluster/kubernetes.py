@@ -36,7 +36,7 @@ from pipelinerl.observability.logs import without_secrets
 
 #: Path of the recipe in a pod.
 RECIPE_FOLDER: Final = "/mnt/recipe"
-#: Seconds to stop processes, on top of `launch.save_s`.
+#: Seconds that a pod has to stop its processes, in addition to the `launch.save_s` seconds for saving.
 _GRACE_S: Final = 60
 #: Number of failed pods of one host that are replaced. One more failure fails the host's Job, and with it the run.
 _RETRIES: Final = 6
@@ -206,7 +206,7 @@ def _job(
 
 
 def _environment(config: RunConfig) -> list[dict[str, Any]]:
-    # The address of the user's own streams comes from a secret.
+    # The URL of the user's own Redis server may hold a password, so pods read it from a Kubernetes secret.
     always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if config.streams.redis_url is None:
         return always

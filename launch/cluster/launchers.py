@@ -24,7 +24,7 @@ from pipelinerl.roles.role import OnExit
 
 
 class Launcher(StrEnum):
-    """A system that starts nodes."""
+    """A system that can start a run's nodes on other machines."""
 
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
@@ -53,7 +53,7 @@ def read_launcher(word: str) -> tuple[Launcher, str | None]:
 
 
 def rendered(config: RunConfig, where: ClusterTarget, run_dir: Path) -> str:
-    """Return what the launcher would be given for a run in `run_dir`; start nothing."""
+    """Return the script, manifests or resources that the launcher would get for a run in `run_dir`; start nothing."""
     if where.by is Launcher.SLURM:
         return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
     if where.by is Launcher.RAY:
@@ -100,7 +100,7 @@ _ON_EXIT = {
 
 
 def plan_lines(launch: Launch) -> Iterator[str]:
-    """Yield each host with its processes, then what all processes have in common."""
+    """Yield lines on each host and its processes, then on the environment variables that all processes share."""
     plan = processes_of(launch)
     shared = _shared_environment(plan.specs)
     name_width = max(len(spec.name) for spec in plan.specs)
@@ -123,7 +123,7 @@ def plan_lines(launch: Launch) -> Iterator[str]:
 
 
 def plan_json(launch: Launch) -> dict[str, Any]:
-    """Return the whole plan for programs, with every process's arguments."""
+    """Return the whole plan as JSON values for other programs, including every process's arguments."""
     plan = processes_of(launch)
     return {
         "run_dir": str(launch.run_dir),

@@ -1,6 +1,6 @@
 """Messages between the nodes of a run, as files in the run's directory, which all nodes see.
 
-    cluster/hosts.json     the hosts of the run and the first of its ports, from when it began
+    cluster/hosts.json     the hosts with which the run began, and the number of its first port
     cluster/launch.json    written by the head: the current launch, its hosts and ports, and how it ended
     cluster/node-b.json    written by the node of host b: the launch that it serves, a growing counter, its state
 
@@ -35,12 +35,12 @@ from pipelinerl.system.files import write_private
 BEAT_S: Final = 1.0
 #: After this many seconds without a heartbeat, a node (or its file system) counts as lost.
 SILENCE_S: Final = 20.0
-#: Default for the first port of a run on several hosts; below the range of ports for outgoing connections.
+#: Default for the first port of a run on several hosts; outgoing connections use a higher range of ports.
 FIRST_PORT: Final = 20000
 
 
 class NodeState(StrEnum):
-    """The state of a node, as it reports it."""
+    """The state of a node, as the node reports it."""
 
     UP = "up"
     FAILED = "failed"
@@ -53,7 +53,7 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The hosts of a run, the head first, and the first of the run's ports."""
+    """The hosts of a run, the head first, and the number of the run's first port."""
 
     hosts: tuple[Host, ...]
     first_port: int = FIRST_PORT
@@ -108,7 +108,7 @@ def write_launch(run_dir: Path, record: LaunchRecord) -> None:
 
 
 def read_launch(run_dir: Path) -> LaunchRecord | None:
-    """Return the head's record; None if there is no readable one."""
+    """Return the head's record; None if there is no readable record."""
     try:
         table = json.loads((folder_of(run_dir) / "launch.json").read_text())
         result = table["result"] and RunResult(RunOutcome(table["result"][0]), str(table["result"][1]))
@@ -206,7 +206,7 @@ class OtherNodes:
         )
 
     def failure(self) -> str | None:
-        """Return the reason of a node that reports the run as failed; None if no node does."""
+        """Return the error message of a node that reports a failure of the run; None if no node reports one."""
         for host, last in self.heartbeats.items():
             if last.record.state is NodeState.FAILED:
                 return f"on host {host}: {last.record.message}"
@@ -218,7 +218,7 @@ class OtherNodes:
 
 
 def ended(record: LaunchRecord, result: RunResult) -> LaunchRecord:
-    """Return the record with the result of its launch."""
+    """Return a copy of the record that also says how the launch ended."""
     return replace(record, result=result)
 
 
@@ -227,7 +227,7 @@ _LOOK_S: Final = 0.05
 
 @final
 class HeadNode:
-    """The launcher's part that talks to the other nodes, made once the launcher has locked the run's directory.
+    """The head's communication with the other nodes; created after the launcher has locked the run's directory.
 
     `members` are the hosts of the run; None for a run on one machine.
     """

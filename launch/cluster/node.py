@@ -1,10 +1,10 @@
-"""`pipelinerl node`: run one host's share of a run, supervised as a run on one machine is.
+"""`pipelinerl node`: run and supervise one host's share of the processes of a run on several hosts.
 
 The head's node is the launcher itself, which runs its own share (`launch.run.resume`). Any other node does this:
 
 | it waits for                                | how long   | then                                             |
 |---------------------------------------------|------------|--------------------------------------------------|
-| a launch that is under way (`launch.json`)  | `HEAD_S`   | refuses, and says what to start                  |
+| a launch that is under way (`launch.json`)  | `HEAD_S`   | raises an error that says what to start          |
 | health of the controller, on the head       | `launch.start_timeout_s` | fails the run, naming it           |
 | a heartbeat of the head                     | `HEAD_S`   | stops its share                                  |
 | the result of the run, from the head        | –          | stops its share, and exits with the head's status |
@@ -44,7 +44,7 @@ from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-#: After this many seconds without a heartbeat, a node assumes that the head will not come back.
+#: After this many seconds without a heartbeat of the head, a node assumes that the head will not come back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
 #: Seconds of waiting after which a node tells the user that it waits.

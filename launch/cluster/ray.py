@@ -1,18 +1,18 @@
-"""A run on a Ray cluster: a placement group with a bundle for each host, and an actor in each that runs the node.
+"""A run on a Ray cluster: a placement group has a bundle of resources per host, in which a Ray actor runs its node.
 
-Ray finds machines, reserves their GPUs, and replaces a lost machine. On each it only starts `pipelinerl node` as a
-separate process: no role imports ray, and no data of the run passes through the object store.
+Ray finds machines, reserves their GPUs, and replaces a lost machine. On each machine it only starts `pipelinerl node`
+as a separate process: no role imports ray, and no data of the run passes through the object store.
 
 | it waits for                          | how long          | then                                                   |
 |---------------------------------------|-------------------|--------------------------------------------------------|
-| a placement group                     | `PLACED_S`        | refuses, and says what each host takes                 |
-| the head's node                       | –                 | ends with its status                                   |
-| the replacement of a node that died   | –                 | the run continues meanwhile, as without any host       |
-| … on a machine of another address     | –                 | restarts all nodes: the run resumes from a checkpoint  |
-| the run to be saved, after Ctrl-C     | `launch.save_s`   | kills                                                  |
+| a placement group                     | `PLACED_S`        | raises an error that lists what each host needs        |
+| the head's node                       | –                 | ends with the exit status of the head's node           |
+| the replacement of a node that died   | –                 | meanwhile the run continues without this host          |
+| the same, on a different machine      | –                 | restarts all nodes: the run resumes from a checkpoint  |
+| the run to be saved, after Ctrl-C     | `launch.save_s`   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
-there, which never run; a new actor is requested until one answers.
+on the lost machine, which never run; a new actor is requested until one answers.
 
 Requirements: all machines see the run's directory and the model on a shared file system, and have this project
 installed.
@@ -41,18 +41,18 @@ _ASK_S: Final = 60.0
 _LOOK_S: Final = 1.0
 #: Seconds before a new actor is requested in place of an actor that never ran.
 _AGAIN_S: Final = 2.0
-#: Seconds to stop processes, on top of `launch.save_s`.
+#: Seconds that the run has to stop its processes, in addition to the `launch.save_s` seconds for saving.
 _STOP_S: Final = 10.0
 
 
 def bundles_of(members: Members) -> list[dict[str, float]]:
-    """Return the resources that each host takes from Ray."""
+    """Return the resources that the run reserves from Ray for each host."""
     gpus = [len(host.devices) for host in members.hosts]
     return [{"CPU": 1.0, **({"GPU": float(count)} if count else {})} for count in gpus]
 
 
 def describe(config: RunConfig, members: Members) -> str:
-    """Describe what Ray would be asked for; start nothing."""
+    """Describe the resources that the run would request from Ray; start nothing."""
     lines = [f"placement group {config.run.name}, strategy STRICT_SPREAD:"]
     for host, bundle in zip(members.hosts, bundles_of(members), strict=True):
         takes = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
@@ -82,7 +82,7 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run until the run is over, on the cluster at `address` or of this machine; return the head's exit status.
+    """Run the nodes on the Ray cluster at `address`, or on this machine's; return the exit status of the head's node.
 
     Raises:
         UserError: ray is not installed, no cluster answers, or the cluster cannot hold the hosts.
@@ -132,7 +132,7 @@ class _Nodes:
                 for reference in self._ready():
                     if reference in self._locating:
                         self._located(self._locating.pop(reference), reference)
-                    elif reference in self._serving:  # restarting all nodes drops older references
+                    elif reference in self._serving:  # false for a node from before all nodes were restarted
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status
@@ -244,7 +244,7 @@ class _Nodes:
         self._interrupts += 1
 
     def _suspend(self) -> None:
-        # The head's node ends once the run's state is saved.
+        # No need to stop nodes here: the head's node ends once the run's state is saved, which ends the loop in `run`.
         self._announce("saving; press Ctrl-C again to kill at once")
         self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
         words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]

@@ -4,10 +4,10 @@ The same script runs each time the job is requeued:
 
 - Each host has an `srun` step. A step whose node is killed is restarted up to `launch.restarts` times, while the
   others continue (`--no-kill`; `--kill-on-bad-exit` ends only the step of that host).
-- The hosts are those of the allocation, at the addresses that Slurm has for them (`NodeAddr`). The first is the head.
+- The hosts are those of the allocation, with the addresses that Slurm reports (`NodeAddr`). The first is the head.
 - Before the time limit, Slurm sends SIGTERM to the script, which suspends the run. The job is then requeued, and
   resumes from the checkpoint on whatever hosts it gets.
-- Its status is the head's: 0 completed, 1 failed.
+- The job's exit status is that of the head's node: 0 if the run completed, 1 if it failed.
 
 Requirements: all hosts see the run's directory and the model on a shared file system, and have this Python.
 """
@@ -28,7 +28,7 @@ from launch.hosts import Host
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 
-#: Seconds for the suspend command and for stopping processes, on top of `launch.save_s`.
+#: Seconds for the suspend command and for stopping processes, in addition to `launch.save_s`.
 _NOTICE_S: Final = 60
 _SUBMIT_S: Final = 60.0
 
@@ -89,7 +89,7 @@ exit "$status"
 
 
 def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: Sequence[str] = ()) -> str:
-    """Return the batch script of a run, with the user's options for sbatch, `extra`; pure.
+    """Return the batch script of a run, with the user's options for sbatch, `extra`; submit nothing.
 
     Raises:
         UserError: the hosts have different numbers of GPUs and no names, so one sbatch request cannot describe them.

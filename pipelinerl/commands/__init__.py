@@ -1,1 +1,1 @@
-"""The commands of the command line, one file or folder each. Commands that start a process of a run are elsewhere."""
+"""The commands of the command line, one file or folder each. Commands that start a process of a run are in `roles/`."""

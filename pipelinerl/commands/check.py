@@ -75,7 +75,7 @@ _MOST_READ: Final = 8 * 2**30
 
 
 def refuse(config: RunConfig) -> None:
-    """Check names and settings only, reading nothing large; raise `UserError` for the first problem found."""
+    """Check a recipe's names and settings without reading large files; raise `UserError` for the first problem."""
     check_directory(config.model.resolved)
     refuse_quantised(config.model.resolved)
     check_chat_template(config.model.resolved)
@@ -129,7 +129,7 @@ def _other_models(config: RunConfig) -> dict[str, Path]:
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part of the recipe, finding) for `pipelinerl check`, each part after those that it depends on.
+    """Yield pairs (part of the recipe, finding) for `pipelinerl check`; a part follows the parts that it depends on.
 
     Raises:
         UserError: the first problem that would stop the run.
@@ -148,7 +148,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "model",
                 f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
             )
-    from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` does not need
+    from pipelinerl.roles.engine_role import build_engine  # slow import, which `pipelinerl run` does without
 
     build_engine(_placeholder_identity(config))
     dtypes = dtypes_of(config)
@@ -314,8 +314,9 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory of past weights: about k / j versions, since rollouts up to k versions old are trained and
-    one version in j is published.
+    """Describe the memory for past weights, about k / j versions.
+
+    Rollouts of the last k versions may train, and only every j-th version is published.
     """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)

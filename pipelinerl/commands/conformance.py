@@ -42,7 +42,7 @@ def conformance_trainer(
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
-    """Run the inference kit against `url`; return True if nothing failed; raise `AddressError` if no engine answers."""
+    """Run the engine conformance kit against `url`; return True if all pass; raise `AddressError` if none answers."""
     import httpx
 
     from inference_contract import conformance
@@ -56,7 +56,7 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
 
 
 def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bool:
-    """Run the trainer kit against `target`, a registered name or `module:Class`; return True if nothing failed."""
+    """Run the trainer conformance kit against `target`, a registered name or `module:Class`; return True on success."""
     from trainer_contract import conformance
     from trainer_contract.conformance.probes import TrainerUnderTest
 
@@ -99,7 +99,7 @@ def chaos(
     count: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at --seed.")] = 1,
     list_only: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
 ) -> None:
-    """Kill, fence and starve seeded runs, and check that nothing is lost (needs a checkout)."""
+    """Inject seeded faults into runs (kill, fence, starve processes); check that nothing is lost (needs a checkout)."""
     words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
     raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
 
@@ -107,7 +107,7 @@ def chaos(
 def run_in_checkout(module: str, *words: str, what: str) -> int:
     """Run `python -m module words…` and return its exit status; raise `UserError` outside a checkout.
 
-    `what` is the subject and verb of the error message, such as "benchmarks are".
+    `what` begins the sentence of the error message, such as "benchmarks are".
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(

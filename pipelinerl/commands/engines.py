@@ -22,7 +22,7 @@ from pipelinerl.observability.status import EngineStatus, FleetStatus
 from pipelinerl.system.files import working_directory
 from pipelinerl.system.references import anchored
 
-if TYPE_CHECKING:  # imports an HTTP library, which `pipelinerl --help` need not load
+if TYPE_CHECKING:  # not imported at run time, because it loads an HTTP library, which would slow `pipelinerl --help`
     from pipelinerl.controller.client import ControllerClient
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
@@ -39,13 +39,13 @@ Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
-#: Seconds for an engine to join, in which it loads its model and waits for a publication of weights.
+#: Seconds within which an engine must load its model, receive a publication of weights, and so join the run.
 _JOIN_S: Final = 300.0
 
 
 @engines_app.command("list")
 def list_(run: Run) -> None:
-    """List each engine's name, type, lifecycle, version, load and last error, and how a client reaches the engines."""
+    """List each engine's name, type, lifecycle, version, load and last error, and how clients can reach the engines."""
     from pipelinerl.commands.remote import access_line, controller_of
 
     with controller_of(run) as controller:
@@ -174,7 +174,7 @@ class StartByHand:
     type: str
 
     def command(self, name: str) -> str:
-        """Return the command line to type; values that only the user knows are in capitals."""
+        """Return the command line that starts the engine; capitals stand for values that the user must fill in."""
         from pipelinerl.commands.remote import is_url
 
         words = ["pipelinerl", "engine", "--name", name, "--type", self.type, "--port", "0"]
@@ -236,7 +236,7 @@ def joined(
     within_s: float = _JOIN_S,
     start: StartByHand | None = None,
 ) -> EngineStatus:
-    """Wait until the engine serves; if the run has no launcher, print the command line in `start`.
+    """Wait until the engine serves. If the run has no launcher, print the command that starts the engine.
 
     Raises:
         UserError: the engine was expelled, or cannot start.

@@ -48,7 +48,7 @@ _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprob
 
 
 def catalogue(console: Console) -> None:
-    """Print the presets, each with its source and the columns that cost extra passes."""
+    """Print the presets, each with its source and the extra forward passes that its inputs need."""
     table = Table("preset", "source", "passes", box=None, pad_edge=False)
     for name, preset in PRESETS.items():
         table.add_row(name, Text(preset.source), ", ".join(sorted(preset.objective.passes)))
@@ -76,8 +76,8 @@ def show(
     """Print an objective, a preset or a recipe, and its effect on the rollouts in `files` or of a run's step.
 
     Raises:
-        UserError: `choice` is neither, a file is invalid or lacks a column that the objective reads, or the step or its
-            rollouts are not stored.
+        UserError: `choice` is neither a preset nor a recipe, a file is invalid or lacks a column that the objective
+            reads, or the step or its rollouts are not stored.
     """
     requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
@@ -105,7 +105,7 @@ def show(
 
 
 def compare(first: str, second: str, files: Sequence[Path], console: Console, *, of_run: OfRun | None = None) -> None:
-    """Print the slots in which two objectives differ, and what each makes of every token of the same rollouts.
+    """Print the slots in which two objectives differ, and how each objective weights every token of the same rollouts.
 
     Each choice is a preset or a recipe. Without `files` or a run, the rollouts are a built-in example.
     """
@@ -195,7 +195,7 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
 
 
 class Explained(NamedTuple):
-    """An objective that `resolve` accepts, with the recipe's settings that change its effect."""
+    """An objective in a form that `objective.resolve` accepts, with the recipe's settings that change its effect."""
 
     objective: str | dict[str, Any]
     no_signal: NoSignal
@@ -246,7 +246,7 @@ def _factors(
             f"{row.is_weight:.4g}" + (" cut" if row.truncated else ""),
             f"{row.adv:.4g}",
             "1" if row.kept else "0",
-            f"{row.multiplier + 0.0:+.4g}",  # adding 0 turns −0 into 0
+            f"{row.multiplier + 0.0:+.4g}",  # adding 0.0 turns −0.0 into 0.0, so no minus sign is printed
         )
     return table
 

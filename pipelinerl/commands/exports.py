@@ -1,7 +1,8 @@
-"""Figures of a live, finished or crashed run: `pipelinerl trace` for Perfetto, `track` for TensorBoard, `mismatch`.
+"""The commands `pipelinerl trace`, `track` and `mismatch`, for a live, finished or crashed run.
 
-A trace is written to a draft file, which is renamed once complete. TensorBoard is fed by the code that feeds a run's
-trackers. `mismatch` shows how far the log-probs of trainer and sampler differ, why, and how to reduce the difference.
+`trace` exports a timeline for Perfetto, to a draft file that is renamed once complete. `track` exports metrics to
+TensorBoard with the code that also feeds a live run's trackers. `mismatch` shows how far the log-probs of trainer and
+sampler differ, why, and how to reduce the difference.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _opened(path: Path) -> IO[str]:
 
 def track_run(run_dir: Path, directory: Path) -> str:
     """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
-    from pipelinerl.roles.tracker_role import open_tensorboard  # lazy: imports heavy libraries
+    from pipelinerl.roles.tracker_role import open_tensorboard  # imported here, because it imports heavy libraries
 
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")

@@ -1,4 +1,4 @@
-"""The commands that show runs as they go: `watch` serves the live page, `top` draws in the terminal, also over ssh."""
+"""The commands that show a run's progress: `watch` serves a web page, `top` draws in the terminal, even over ssh."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def watch(
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
-        # All ports of a host share cookies; the port in the name lets a browser open the pages of several servers.
+        # Browsers share cookies among a host's ports. With the port in its name, each server has a cookie of its own.
         cookie = f"pipelinerl_{taken}"
         app = create_page(
             watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key

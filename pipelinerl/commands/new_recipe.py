@@ -37,7 +37,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths in tokens: of the longest prompt and reference answer, and limits of an answer and a sequence."""
+    """Lengths in tokens: the longest prompt and reference answer, and the limits on an answer and on a sequence."""
 
     prompt: int
     answer: int

@@ -128,7 +128,7 @@ def upload_(
     url: Where = "",
     key_variable: Key = "",
 ) -> None:
-    """Upload inputs, answers and compiled checkers to a repository; a recipe then uses the rows of --out."""
+    """Upload inputs, answers and compiled checkers to a repository; --out is then the data file for a recipe."""
     from pipelinerl.commands.oubliette_upload import upload
 
     if (repository is None) == (not url):

@@ -1,4 +1,4 @@
-"""`upload`: moves the tests of a data set into a repository and replaces them by links.
+"""`pipelinerl oubliette upload`: move the tests of a data set into a repository and replace them by links.
 
 A row's tests may have any layout that `code_problem.py` reads. They are stored in a `ContentStore`, which also compiles
 the row's checker; the row then has links in `tests` and `checker`. Inputs and answers that are about as short as a link
@@ -31,12 +31,12 @@ from pipelinerl.verifiers.oubliette.verifier import open_runner
 
 #: Text of at most this many bytes, about the length of a link, stays in the row.
 _SHORT: Final = 96
-#: Number of contents uploaded concurrently.
+#: Number of contents (inputs or answers) that are uploaded concurrently.
 _AT_ONCE: Final = 8
 
 
 class ContentStore(Protocol):
-    """Storage of inputs and answers (contents) by link: a folder of this machine, or a sandbox service's repository."""
+    """Storage of test inputs and answers (contents) by link: a folder of this machine, or a sandbox service."""
 
     async def missing(self, links: list[Link]) -> set[Link]:
         """Return the links whose contents are not stored yet."""
@@ -53,7 +53,7 @@ class ContentStore(Protocol):
 
 @final
 class RowLinker:
-    """Stores the contents of rows, each content once; `contents` and `num_bytes` count what was sent."""
+    """Stores the contents of rows, each content once; `contents` and `num_bytes` count the contents sent so far."""
 
     def __init__(self, store: ContentStore) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class RowLinker:
     async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
         """Store the row's tests, and return the row with links to them in the field `tests`.
 
-        `answer_field` holds the tests of a row without any of the known fields.
+        `answer_field` names the field with the tests, for a row without any of the known fields.
 
         Raises:
             TestsMalformed: the row has no tests that can be run.
@@ -192,7 +192,7 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
 
 @final
 class _Folder:
-    """A repository on this machine; the sandbox is opened only when the first checker is compiled."""
+    """`ContentStore` on this machine; opens the sandbox only when it compiles the first checker."""
 
     def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
         self._repository = repository

@@ -1,9 +1,9 @@
-"""The recorded steps of a finished run: their figures and prompt orders, and the groups on which they trained.
+"""The recorded steps of a finished run: their metrics and prompt orders, and the groups on which they trained.
 
-    runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
+    runs/<name>/  recipe.toml · events.jsonl (metrics and prompt orders) · redis/ (the groups)
 
 Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
-data. `elastic_decisions` applies the scaling rule to a recorded run's figures, as a dry run.
+data. `elastic_decisions` applies the rule that scales the number of engines to a recorded run's metrics, as a dry run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: The trainer, as (epoch, first version), of a step whose log names no trainer; the step's groups are then unknown.
+#: Stands for the trainer, (epoch, first version), if a step's log names none; the step's groups are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -54,7 +54,7 @@ def recorded_events(run_dir: Path) -> list[Event]:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """Return the steps by the model version that they produced; raise `UserError` if there is no such run."""
+    """Return the recorded steps, keyed by the model version that they produced; raise `UserError` without a run."""
     events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
@@ -70,13 +70,17 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the kept groups by order, in order of arrival; raise `UserError` if the run is live or kept no groups."""
+    """Return the stored groups, keyed by prompt order, in order of arrival.
+
+    Raises:
+        UserError: the run is live, or no groups are stored.
+    """
     return asyncio.run(_groups(config, run_dir))
 
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # If a step was taken twice, the second time counts: choose the last trainer that started below this version.
+    # After a restart a step may be repeated, and the repetition counts: take the last trainer that started below it.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
@@ -96,7 +100,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
                     try:
                         group = decode_group(entry.payload)
-                    except RecordError as error:  # the trainer skipped this record, too
+                    except RecordError as error:  # the trainer also skipped this record
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
                     groups.setdefault(group.index, []).append(group)
@@ -106,7 +110,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 
 
 def _is_live(run_dir: Path) -> bool:
-    # The controller must answer: a killed controller leaves its address behind.
+    # Require an answer of the controller, because a killed controller leaves its address file behind.
     try:
         with controller_of(run_dir) as controller:
             controller.status()
@@ -133,7 +137,7 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TriedDecision:
-    """A decision of the scaling rule, `elapsed_s` after the run's start, when `step` was the latest step."""
+    """A decision of the rule that scales the number of engines, `elapsed_s` after the run's start, in step `step`."""
 
     elapsed_s: float
     step: int
@@ -143,7 +147,11 @@ class TriedDecision:
 
 
 def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each decision of the recipe's `elastic` section, with `overrides`, or raise `UserError`."""
+    """Yield a line for each decision that the recipe's `elastic` section, with `overrides`, would have caused.
+
+    Raises:
+        UserError: there is no such run, or the overrides are invalid.
+    """
     events = recorded_events(run_dir)
     config = load_run(run_dir, overrides)
     limits = config.elastic.types.values()

@@ -30,7 +30,7 @@ class ControllerAddress(msgspec.Struct, frozen=True):
 
 
 def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> ControllerClient:
-    """Return a client of the controller in a run's directory, or at a URL with the token in $PIPELINERL_TOKEN.
+    """Return a client of a controller. `run` is a run's directory, or a URL, with the token in $PIPELINERL_TOKEN.
 
     Raises:
         UserError: no run is live in the directory, or another version of the project started it.
@@ -85,7 +85,7 @@ def is_url(run: Path | str) -> bool:
 
 
 def _user() -> str:
-    # Users in containers may lack a name.
+    # In a container, the user id may have no user name.
     try:
         return getpass.getuser().encode("ascii", "replace").decode()
     except (KeyError, OSError):
@@ -106,7 +106,7 @@ print(answer.choices[0].message.content)"""
 
 
 def access_line(run: str, engines: Sequence[EngineStatus]) -> str:
-    """Describe the engines' URL, the model and the API key in one line; the URL is left out if no engine serves."""
+    """Return a line with the engines' URL, the model and the API key for clients; no URL if no engine serves."""
     serving = [engine.url for engine in engines if engine.serves]
     more = f" and {len(serving) - 1} more" if len(serving) > 1 else ""
     where = [f"OpenAI API at {serving[0]}/v1{more}"] if serving else []

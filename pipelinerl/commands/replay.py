@@ -29,14 +29,14 @@ from pipelinerl.training.schedule import AdaptiveObjective
 
 log = logging.getLogger("pipelinerl")
 
-#: Columns that need weights other than the policy's: a reference or a critic.
+#: Inputs of an objective that other models than the policy compute: a reference or a critic.
 _OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
-#: Figures that are shown but not compared.
+#: Metrics that are shown, but not compared with the record.
 _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
 
 
 def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
-    """Replay step `step` and print it next to the record; return True if both are bit-identical.
+    """Replay step `step` and print its metrics next to the recorded ones; return True if both are bit-identical.
 
     `objective` names a preset to use for that step instead of the run's objective.
 
@@ -104,7 +104,7 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """Return the newest intact checkpoint before the step with its state; (None, the initial state) without one."""
+    """Return the newest intact checkpoint before the step, and its state; without one, None and the initial state."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

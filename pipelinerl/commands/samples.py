@@ -30,10 +30,10 @@ from pipelinerl.observability.samples.reading import (
 )
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, one_line, shortened, visible
 
-#: Characters of a text that are printed at most; `--json` prints everything that was stored.
+#: Maximum number of characters printed of a text; `--json` prints the whole stored text.
 _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
-#: Bytes at the end of the event log in which to look for the run's end; longer than any such event.
+#: Number of bytes at the end of the event log that are searched for the run's last event; longer than that event.
 _TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
@@ -59,7 +59,7 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
     reader = SampleReader(run_dir)
     first, over = True, False
     while True:
-        last, over = over, _is_over(run_dir)  # read once more after the run's end, because the writer may lag
+        last, over = over, _is_over(run_dir)  # read once more after the run's end: samples may be written late
         limited = replace(query, limit=query.limit if first else None)
         with _readable(run_dir):
             groups = reader.new()
@@ -84,7 +84,7 @@ def _readable(run_dir: Path) -> Iterator[None]:
 
 
 def _is_over(run_dir: Path) -> bool:
-    # Only the log's tail is read, because this is polled.
+    # Read only the end of the log, because this function is called twice a second.
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -117,7 +117,7 @@ def _print(chosen: Iterable[ChosenSample], console: Console, *, as_json: bool) -
     if as_json:
         for group, answer in chosen:
             row = {name: value for name, value in msgspec.to_builtins(group).items() if name != "answers"}
-            # ASCII only, so that no terminal acts on model output
+            # Print only ASCII, so that model output cannot send control sequences to the terminal.
             console.out(json.dumps(row | msgspec.to_builtins(answer)).replace("\x7f", "\\u007f"), highlight=False)
         return
     for _, members in groupby(chosen, key=lambda each: id(each.group)):

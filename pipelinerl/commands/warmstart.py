@@ -52,9 +52,9 @@ from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 from trainer_contract.trainer import Trainer
 
-#: Number of problems whose texts train the tokenizer.
+#: Number of problems whose texts are used to train the tokenizer.
 _READ: Final = 4000
-#: At each check: the number of validation problems per domain, and of samples per problem.
+#: Number of validation problems per domain (`_CHECKED`) and of samples per problem (`_SAMPLES`) at each skill check.
 _CHECKED: Final = 24
 _SAMPLES: Final = 4
 
@@ -155,7 +155,7 @@ def _save(trainer: Trainer, model: Path, output: Path) -> None:
             copy_model_files(model, staging)
             write_weights(staging / "model.safetensors", trainer.weight_layout(), trainer.gather_weights())
             for file in staging.iterdir():
-                file.chmod(0o644)  # safetensors writes files that only their owner can read
+                file.chmod(0o644)  # make the file readable for all: safetensors lets only the owner read it
                 sync(file)
             staging.rename(output)
             undone.pop_all()
@@ -167,11 +167,11 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
     """Train a model on the training split and write it to `output`; the held-out split is never read.
 
     Raises:
-        UserError: `output` exists, the shape is impossible, or the band was missed.
+        UserError: `output` exists, the model's sizes do not fit together, or the skill never was within the band.
     """
     if output.exists():
         raise UserError(f"{output} exists; name a new directory")
-    # The order of problems differs from that of every run, so that RL does not begin with the latest demonstrations.
+    # Problems come in another order than in RL runs, so that RL does not begin with the latest demonstrations.
     seed = rng.key(options.seed, "demonstrations") % 2**31
     tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)
     try:
@@ -268,7 +268,7 @@ def _fit_domains(
 
 @final
 class _Rewards:
-    """Mean rewards of sampled answers to a few validation problems per domain; close it after use."""
+    """Measures the mean reward of sampled answers to a few validation problems per domain; close it after use."""
 
     def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, *, seed: int) -> None:
         self._domains = {domain.name: domain for domain in config.trained_domains}

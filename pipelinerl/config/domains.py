@@ -52,7 +52,7 @@ class EpisodeSection(Section):
 
     @property
     def limits(self) -> EpisodeLimits:
-        """The same limits in the form that actors use."""
+        """These limits as the value type that actors use."""
         return EpisodeLimits(
             max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
         )
@@ -79,7 +79,7 @@ class DomainSection(Section):
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; each source documents its own."""
 
-    # verification: docs/start/rewards.md
+    # The next keys set how answers are judged; see docs/start/rewards.md.
     verifier: str | None = None
     """Verifier of the answers; by default `math_answer`, unless `rewards` are given."""
     rewards: tuple[RewardPartSection, ...] = ()
@@ -101,7 +101,7 @@ class DomainSection(Section):
     cooldown: CooldownSection | None = None
     """Cooldown of solved problems; overrides the one in [curation]."""
 
-    # multi-turn episodes: docs/start/environments.md
+    # The next keys set how multi-turn episodes are played; see docs/start/environments.md.
     environment: str | None = None
     """An async function of (task, client), or a class with reset, step and close, as path.py:name; or
     openenv:http://host:port, a server; or verifiers:id, a taskset.
@@ -113,7 +113,7 @@ class DomainSection(Section):
     episode: EpisodeSection = EpisodeSection()
     """Limits of episodes; only for domains with an environment or a command."""
 
-    # prompts: docs/start/data.md
+    # The next keys set how prompts are built; see docs/start/data.md.
     system_prompt: str = ""
     """System message of each conversation; empty for none."""
     prompt_template: Annotated[str, Field(min_length=1)] | None = None
@@ -123,7 +123,7 @@ class DomainSection(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments for the model's chat template, such as Qwen3's enable_thinking."""
 
-    # sampling, where it differs from [sampling]
+    # The next keys override keys of [sampling] for this domain.
     group_size: int | None = Field(default=None, ge=1)
     """Answers per training problem; docs/start/data.md explains the size of a step if domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
@@ -204,17 +204,17 @@ class DomainSection(Section):
 
     @property
     def is_sampled(self) -> bool:
-        """True if training samples answers to the domain's problems."""
+        """True if answers to the domain's problems are sampled for training."""
         return self.weight > 0 and self.loss is not Loss.CE
 
     @property
     def is_hosted(self) -> bool:
-        """True if the environment is a server or a taskset, not user code."""
+        """True if the environment is an OpenEnv server or a taskset of the `verifiers` library, not user code."""
         return self.environment is not None and self.environment.startswith((OPENENV, VERIFIERS))
 
     @property
     def has_environment(self) -> bool:
-        """True if the domain's rollouts are episodes: played by a user's program, or with tools."""
+        """True if the domain's rollouts are episodes: with an environment, a user's program (`command`) or tools."""
         return self.environment is not None or bool(self.command) or bool(self.episode.tools)
 
     @property
@@ -224,7 +224,11 @@ class DomainSection(Section):
 
     @property
     def has_verifier(self) -> bool:
-        """True if a verifier judges answers: always, unless an environment does, or only the data's answers train."""
+        """True if a verifier judges the domain's answers.
+
+        A domain that names no verifier has one by default, unless its environment judges the answers, or it trains only
+        on right answers from the data (loss `ce`).
+        """
         return self.names_verifier or (self.environment is None and self.loss is not Loss.CE)
 
     @property
@@ -246,7 +250,7 @@ class DomainSection(Section):
 
     @property
     def sampling(self) -> DomainSampling:
-        """The sampling parameters in which the domain differs from the run."""
+        """The sampling parameters that the domain sets in place of the run's."""
         return DomainSampling(
             group_size=self.group_size,
             temperature=self.temperature,

@@ -16,7 +16,7 @@ from pipelinerl.config.sections import Section
 from pipelinerl.enums import COLDEST, HOTTEST, Pin
 
 SplitName = Literal["held_out", "validation"]
-#: The values of k for pass@k.
+#: Type of the keys `pass_at`: the values of k for which pass@k is estimated.
 PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 
 
@@ -39,7 +39,7 @@ class HeldOutSet:
     pass_at: tuple[int, ...]
 
     def faults(self, key: str) -> Iterator[str]:
-        """Yield a message for each setting that makes figures impossible; `key` is the set's path in the recipe."""
+        """Yield an error for each invalid or contradictory setting; `key` is the set's path in the recipe."""
         if 0 < self.temperature < COLDEST:
             yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
         if self.samples > 1 and self.temperature == 0:

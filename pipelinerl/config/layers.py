@@ -88,7 +88,7 @@ def _parsed(override: str) -> tuple[KeyPath, Any]:
 
 
 def _literal(text: str) -> Any:
-    # Other text stays as it is, so that strings need no quotes within the shell's quotes.
+    # Text that is no TOML value is taken as a string, so that strings need no quotes within the shell's quotes.
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -138,22 +138,23 @@ def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str,
     return found
 
 
-#: Keys whose value names a component: a registered name, or a reference to user code; at any depth.
+#: Keys, at any depth, whose value names a component: a registered name, or a reference to user code.
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
-#: Tables of component settings, whose keys only the component understands. The only paths that are resolved in such
-#: tables are those of the source `files`.
+#: Tables of settings whose keys only the component itself understands. Paths in these tables are resolved only for the
+#: source `files` and for environments.
 _OF_A_PART: Final = frozenset({"parameters", "options", "environment_options"})
 _FILES: Final = "files"
-#: Options of `verifiers:` environments that are paths.
+#: Options of `verifiers:` environments whose values are paths.
 _PATHS_OF_TASKSETS: Final = frozenset({"python", "path"})
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the table's paths, which are relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
+    """Make paths in the table, relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # the keys are component names
+    # The keys of this table are engine types, which may be references to user code.
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
@@ -222,8 +223,8 @@ def _messages(path: Path, domain: Any) -> Any:
 
 # --- messages about keys that do not fit the schema -------------------------------------------------------------------
 #
-# One line for each field, with the expected and the given value. For an unknown key the message suggests the closest
-# key of its section, or other sections that have the key. Values that no file can represent are rejected first.
+# A message has one line for each field, with the expected and the given value. For an unknown key, it suggests the
+# closest key of the section, or other sections that have the key. Values that no file can represent are rejected first.
 
 #: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -247,7 +248,8 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # by field: the errors of a union's types become one line
+    # Messages by field. A field of a union type has an error for each type; they are joined into one line.
+    said: dict[str, list[str]] = {}
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
@@ -259,7 +261,8 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "missing":
                 message = "must be given"
             case "value_error":
-                path = "" if message.startswith(path) else path  # an error about several fields already names them
+                # The message of an error about several fields already names the fields.
+                path = "" if message.startswith(path) else path
             case "tuple_type" | "list_type" if isinstance(problem["input"], Mapping) and len(steps) == 1:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
@@ -294,7 +297,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_choice(step: int | str) -> bool:
-    """Return True if this step of the path is a type of a union, added by pydantic, such as `literal['auto']`."""
+    """Return True if pydantic added this part of a path to name one type of a union, such as `literal['auto']`."""
     return isinstance(step, str) and step.endswith("]") and "[" in step
 
 

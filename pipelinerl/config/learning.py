@@ -134,12 +134,12 @@ class ReferenceSection(Section):
 
     @property
     def place(self) -> str:
-        """The path or URL; empty for the initial policy."""
+        """The reference's path or URL; empty if the reference is the initial policy."""
         return self.url or self.path or ""
 
 
 class CooldownSection(Section):
-    """Cooldown of problems that a whole group answered correctly; by default they are not skipped."""
+    """Cooldown: skip a problem for a while once a whole group has answered it correctly; by default never skip."""
 
     epochs: int = Field(default=0, ge=0, le=1000)
     """The number of turns to skip; each problem has one turn per epoch of its data set."""

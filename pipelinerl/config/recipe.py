@@ -201,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The demonstrations of each optimizer step, by the domains' weights; 0 if no domain has demonstrations."""
+        """The number of demonstrations per optimizer step, by the domains' weights; 0 if no domain has any."""
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
@@ -230,7 +230,7 @@ class RunConfig(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """The number of groups in flight per actor; by default four times as many as fill the slots of all engines.
+        """The number of groups in flight per actor; by default four times what fills the slots of all engines.
 
         Elastic engines count at their maximum. A group occupies few slots while its longest answer is sampled: with
         twice as many groups, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer, depending on k.
@@ -257,7 +257,8 @@ class RunConfig(Section):
         """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
         if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
             return 0
-        mesh = self.trainer.options.get("mesh", {})  # the trainer validates the mesh
+        # The trainer validates the mesh later, so tolerate wrong types here.
+        mesh = self.trainer.options.get("mesh", {})
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
@@ -294,11 +295,11 @@ class RunConfig(Section):
         return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
 
     def max_tokens_of(self, domain: DomainSection) -> int:
-        """Return the most tokens of an answer to a training problem of the domain."""
+        """Return the maximum number of tokens of an answer to a training problem of the domain."""
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
-        """Return the most tokens of an answer to a problem of the domain in the evaluation set `asked`."""
+        """Return the maximum number of tokens of an answer to a problem of the domain in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 
@@ -328,7 +329,7 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
             'source and prompts of the domains it named and loss = "ce", where `weight` is their share of the problems '
             "and `loss_weight` the factor of their loss"
         )
-    try:  # as JSON, pydantic accepts strings for enums and lists for tuples, and is still strict about numbers
+    try:  # from JSON, pydantic accepts strings as enums and lists as tuples, but still no strings as numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(sentences(error, RunConfig, table)) from None

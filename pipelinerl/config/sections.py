@@ -30,13 +30,13 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, and unknown keys are rejected."""
+    """Base class of every section of a recipe: immutable, and unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """Return the values of those fields of the section that the dataclass `settings` also has, by name."""
+    """Return, by name, the values of the section's fields that also exist in the dataclass `settings`."""
     names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
     return {name: getattr(section, name) for name in names}
 
@@ -82,7 +82,7 @@ class ModelSection(Section):
         return MODELS / name if name != self.path else from_home(self.path)
 
 
-#: A share above 0 and at most 1.
+#: Type of a share of memory, above 0 and at most 1.
 MemoryShare = Annotated[float, Field(gt=0, le=1)]
 
 #: Indices into the list of GPUs that the run may use.
@@ -163,7 +163,7 @@ class SamplingSection(Section):
         return Sampling(num_samples=self.group_size, **self.model_dump(exclude={"group_size"}))
 
 
-#: A number of at least 0 and below 1.
+#: Type of a number of at least 0 and below 1.
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -285,7 +285,7 @@ class CheckpointSection(Section):
 
 
 class StreamsSection(Section):
-    """The address of the streams; without `redis_url` the launcher starts an embedded server."""
+    """The Redis streams between the processes; without `redis_url` the launcher starts an embedded server."""
 
     redis_url: SecretStr | None = None
     """URL of a Redis server. It may contain a password, so it is never printed."""
@@ -295,14 +295,13 @@ class StreamsSection(Section):
     @field_validator("redis_url")
     @classmethod
     def _of_a_server(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not url.get_secret_value().startswith(
-            ("redis://", "rediss://", "unix://")
-        ):  # the message omits the URL, which may contain a password
+        # The message omits the URL, which may contain a password.
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
         return url
 
 
-#: Up to this number of engines, versions are announced by a request to each, unless the recipe decides otherwise.
+#: `announce = "auto"` announces a version by a request to each engine up to this number of engines, else by a stream.
 TOLD_ONE_BY_ONE = 64
 
 
@@ -408,7 +407,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by the run's own figures (docs/use/fleet.md, `ElasticRule`)."""
+    """Automatic scaling of the number of engines by the run's own metrics (docs/use/fleet.md, `ElasticRule`)."""
 
     mode: Elasticity = Elasticity.ON
     """`on` scales the number of engines; `dry_run` only records what it would do."""
@@ -453,7 +452,7 @@ class SamplesSection(Section):
 
 
 class FiguresSection(Section):
-    """Step figures that cost extra time."""
+    """Metrics of a step that cost extra time."""
 
     exact_entropy_interval: int | None = Field(default=None, ge=0)
     """Steps between measurements of the entropy over the whole vocabulary, on one rollout in 16; 0 for never.
@@ -462,7 +461,7 @@ class FiguresSection(Section):
     """
 
     def interval(self, trainer: str) -> int:
-        """Return the interval in steps for this type of trainer; 0 for never."""
+        """Return the steps between exact entropy measurements with this type of trainer; 0 for never."""
         if self.exact_entropy_interval is not None:
             return self.exact_entropy_interval
         return 0 if trainer == "jax" else 10

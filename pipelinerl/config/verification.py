@@ -62,7 +62,7 @@ class RewardPartSection(Section):
 
     @property
     def shown_as(self) -> str:
-        """The name of this term in figures."""
+        """The name of this term in metrics."""
         return self.name or (self.function.rpartition(":")[2] if is_reference(self.function) else self.function)
 
 
@@ -77,7 +77,7 @@ def contradictions(verifier: str | None, rewards: tuple[RewardPartSection, ...])
         yield f"rewards.weight must not be 0, as it is for {', '.join(unweighted)}; leave it out"
 
 
-#: Built-in rubrics by name.
+#: Built-in rubrics for LLM judges, by name.
 RUBRICS: Final = {
     "quality": (
         "A model was asked this:\n\n{{ question }}\n\nIt answered:\n\n{{ answer }}\n\n"
@@ -181,7 +181,7 @@ class JudgeSection(Section):
 
     @property
     def template(self) -> Template:
-        """The rubric's template."""
+        """The template of the prompt with which the judge model scores an answer by the rubric."""
         return Template(RUBRICS.get(self.rubric, self.rubric), where="rubric")
 
     @property
@@ -196,7 +196,7 @@ class JudgeSection(Section):
 
 
 class OublietteSection(Section):
-    """Defaults of the verifier `oubliette`; a problem's metadata may override them."""
+    """Defaults of the verifier `oubliette`, a sandbox for programs; a problem's metadata may override them."""
 
     tier: Tier = Tier.DEFAULT
     """The sandbox tier; if it is unavailable, nothing is judged."""
@@ -233,7 +233,7 @@ class OublietteSection(Section):
 
     @property
     def rules(self) -> CodeRules:
-        """The same settings in the form that the verifier uses."""
+        """These settings as the value type that the verifier uses."""
         return CodeRules(
             tier=self.tier,
             language=self.language,
@@ -249,5 +249,5 @@ class OublietteSection(Section):
         )
 
 
-#: The verifier of domains that name none.
+#: The verifier of a domain that names no verifier.
 DEFAULT_VERIFIER: Final = "math_answer"

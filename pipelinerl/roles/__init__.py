@@ -1,1 +1,1 @@
-"""Composition roots: one file per kind of process, which builds the process from independent parts."""
+"""One file per kind of process (role), which builds the process from components (a composition root)."""

@@ -34,10 +34,10 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
-#: The actor that chooses among equally busy engines by their names. Every other actor ranks engines in its own way,
-#: so that actors do not all choose the same.
+#: This actor chooses among equally busy engines by the engines' names. Every other actor ranks them in an order of its
+#: own, so that actors do not all choose the same engine.
 _FIRST = "actor-0"
-#: Seconds between requests for the actor's assignment.
+#: Seconds between two requests to the controller for the actor's assignment (engines, concurrency, …).
 REFRESH_S = 0.5
 
 
@@ -97,7 +97,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context that serves the gateway of episodes, and the episodes' player; None without domains."""
+    """Return a context that serves the gateway for episodes, and the player of episodes; None without such domains."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -107,7 +107,7 @@ def _with_gateway(
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:
-    # The pool is empty until the first assignment, and always if actors judge by themselves.
+    # The set of services is empty until the first assignment, and stays empty if actors judge the answers themselves.
     section = identity.config.verification
     patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
     return VerifierServices(token=identity.token, patience=patience)
@@ -123,7 +123,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start verifiers, filter and players before the first step, so that no slowly starting domain misses it."""
+    """Start verifiers, filter and players in advance, so that slowly starting domains take part in the first step."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
@@ -136,7 +136,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Apply each assignment of the controller: engines, verifier services, concurrency and freshness.
+    """Apply each assignment of the controller: engines, verifier services, concurrency, and which orders are too old.
 
     An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
     """

@@ -1,4 +1,4 @@
-"""The roles: every kind of process that a run consists of, as `pipelinerl ROLE` starts it and as the launcher does."""
+"""The roles: descriptions of all kinds of process of a run, for the commands `pipelinerl ROLE` and for the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from pipelinerl.config import recipe as recipes
 from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
-if TYPE_CHECKING:  # imports the streams, which `pipelinerl --help` does not need
+if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
     from pipelinerl.roles.process import Identity
 
 
@@ -21,7 +21,7 @@ def trainer_rank(
     options: RoleOptions,
     rank: Annotated[int, typer.Option(help="1 and above, below trainer.options.distributed.processes.")],
 ) -> None:
-    """Run a further process of a trainer with several (trainer.options.distributed); it follows `trainer`, rank 0."""
+    """Run a rank above 0 of a trainer with several processes (trainer.options.distributed); rank 0 is `trainer`."""
     from pipelinerl.roles import trainer_rank_role
 
     trainer_rank_role.run(recipes.load(options.recipe, options.changes or []), rank=rank)
@@ -35,7 +35,7 @@ def redis(options: RoleOptions) -> None:
     from pipelinerl.system.http_service import listen
 
     identity = identity_of(options)
-    listen(identity.host, identity.port).close()  # raises if the port is taken; the server would only log it
+    listen(identity.host, identity.port).close()  # fail here if the port is taken; the server would only log it
     argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
     os.execv(argv[0], argv)
 
@@ -48,7 +48,7 @@ def controller(
         typer.Option("--continue", envvar=RESTARTED_VARIABLE, help="Continue where a controller of this run died."),
     ] = False,
 ) -> None:
-    """Issue prompts, and own version, knobs and fleet, until the run is over."""
+    """Issue prompts, and manage the model version, knobs and engines, until the run is over."""
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
@@ -81,7 +81,7 @@ def verifier(
     options: RoleOptions,
     domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
 ) -> None:
-    """Judge answers for the actors of a run (verification.services); joins through the controller, on any machine."""
+    """Judge answers for the actors of a run (verification.services), on any machine that reaches the controller."""
     from pipelinerl.roles import verifier_role
 
     _run(options, partial(verifier_role.run, only=domain or ()))
@@ -97,17 +97,16 @@ def actor(options: RoleOptions) -> None:
 
 @partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
 def trainer(options: RoleOptions) -> None:
-    """Train on the streamed groups and publish weights, from the newest checkpoint of the run on."""
+    """Train on the streamed groups and publish weights, beginning with the run's newest checkpoint."""
     from pipelinerl.roles import trainer_role
 
     _run(options, trainer_role.run)
 
 
-@partial(
-    Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5
-)  # the tracker stops after the controller, whose last events it forwards
+# The tracker stops after the controller, because it forwards the controller's last events.
+@partial(Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5)
 def tracker(options: RoleOptions) -> None:
-    """Forward the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
+    """Forward the run's metrics to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
     from pipelinerl.roles import tracker_role
 
     _run(options, tracker_role.run)

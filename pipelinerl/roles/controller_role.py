@@ -1,4 +1,4 @@
-"""The controller's process: streams, mixtures of problems, HTTP routes, event log, and where a run resumes."""
+"""The controller's process: streams, mixtures of problems, HTTP routes and event log; also finds the run to resume."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
-    """Return a sentence for each knob that was changed in the live run to another value than the recipe's."""
+    """Return a sentence for each knob whose value, changed in the live run, differs from the recipe's value."""
     recipe = knobs_of(config).to_json()
     return [
         f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
@@ -95,7 +95,7 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 
 def settings_of(config: RunConfig) -> ControllerSettings:
-    """Return the controller's part of the recipe."""
+    """Return the settings in the recipe that the controller uses."""
     no_signal = config.training.no_signal or no_signal_of(config.objective)
     filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
@@ -144,11 +144,12 @@ def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
 async def run(identity: Identity, *, start: Start) -> None:
     """Serve until the run is over or the process is stopped.
 
-    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the state that a dead
-    controller left.
+    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the journal of a controller
+    that died.
 
     Raises:
-        UserError: another run of this name is live or has copies at this run's location, or the layout differs.
+        UserError: another run of this name is live or has checkpoints at the recipe's location, or the run directory
+            has another layout.
     """
     check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
@@ -211,7 +212,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Return the seconds that the run has taken so far, by its event log; 0 for a new run."""
+    """Return the run's elapsed seconds so far, from its event log; 0 for a new run."""
     try:
         return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
@@ -239,7 +240,8 @@ async def _drop_rollouts(stream: Stream) -> None:
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
     """Write the recipe with the streams' address, which resuming needs, unless the launcher has written the recipe.
 
-    An address on this machine is left out: the run may be resumed on another machine, with a stream server there.
+    An address on this machine is left out, because the run may be resumed on another machine, with a stream server
+    there.
     """
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():
@@ -250,7 +252,8 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
-    except (OSError, UserError) as error:  # the trainer may be the only process that can write there
+    except (OSError, UserError) as error:
+        # Do not fail: the trainer's process may be the only one that can write to the location.
         log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
     if taken and begins:
         raise UserError(
@@ -276,7 +279,7 @@ class _Endpoint:
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    # The commands that read this file run on this machine, so an unspecified address is written as loopback.
+    # Clients cannot connect to 0.0.0.0. The commands that read this file run on this machine, so write loopback there.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -287,7 +290,7 @@ def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
     return made
 
 
-#: Distinguishes a URL from a path.
+#: Text by which URLs are recognised; a path does not contain it.
 _SCHEME: Final = "://"
 _RECIPE: Final = "recipe.toml"
 
@@ -313,7 +316,7 @@ def newest_step(config: RunConfig, run_dir: Path) -> int:
 
 
 def claim(config: RunConfig) -> bool:
-    """Claim the run's name at the recipe's location, if there is one; return False if another run has it."""
+    """Claim the run's name at the recipe's `checkpoint.location`, if any; return False if another run has the name."""
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return True
@@ -343,11 +346,12 @@ def _restored(url: str) -> Path:
     checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
         log.warning("%s holds no complete checkpoint; the run begins again", url)
-    if not (draft / _RECIPE).is_file():  # a trainer that ran in another directory copied no recipe
+    # The copies contain no recipe if the trainer ran in another directory.
+    if not (draft / _RECIPE).is_file():
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
-    (draft / _RECIPE).chmod(0o600)  # private, because users may write the password of their stream server into it
+    (draft / _RECIPE).chmod(0o600)  # private: it may contain the password of the user's stream server
     write_layout(draft)  # the current layout is right, because streams and journal are not copied
     draft.rename(run_dir)
     return run_dir
@@ -372,10 +376,10 @@ def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
 
 
 def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
-    """Make the checkpoint's model the run's model if the recipe's model is missing on this machine.
+    """Use the model in the checkpoint as the run's model if the recipe's model is missing on this machine.
 
-    Configuration and tokenizer are the same, and the trainer takes its weights from the checkpoint anyway. Only a
-    reference and LoRA adapters need the weights that the run began with.
+    Both have the same configuration and tokenizer, and the trainer reads the weights from the checkpoint anyway. Only a
+    reference model and LoRA adapters need the weights that the run began with.
     """
     config = load(draft / _RECIPE)
     if config.model.resolved.is_dir():
@@ -397,7 +401,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    # The run may have continued on another machine.
+    # Refuse if the run continued on another machine, so that its newer checkpoints at the location are not lost.
     copies = copies_of(config, run_dir)
     there = next(copies.newest(), None) if copies is not None else None
     if copies is None or there is None:

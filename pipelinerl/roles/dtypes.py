@@ -2,13 +2,13 @@
 
     trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
-Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent,
-because bfloat16 hides small updates. A weight that began as a bfloat16 value, rounded again, changes only once it has
-moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five steps or more, so the sampler
-would be that many steps older than its version says.
+By default, engines hold weights in the model directory's dtype, and weights are sent in it, too. If engines hold
+float32, float32 is sent, because bfloat16 hides small updates. A weight that began as a bfloat16 value and is rounded
+again changes only once it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five
+steps or more, so the sampler would be that many steps older than its version says.
 
-The receiver converts, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the run are
-rejected here in one sentence, and by the engine at its first update.
+The receiver converts the weights, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the
+run are rejected here in one sentence, and by the engine at its first update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Dtypes:
     engine: WeightDType
 
     def coarsest(self, config: RunConfig) -> str:
-        """Return the coarsest format of `TOLERANCES` that weights pass through from trainer to engine."""
+        """Return the least precise format, of those in `TOLERANCES`, that weights have from trainer to engine."""
         trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)
@@ -46,7 +46,7 @@ def dtypes_of(config: RunConfig) -> Dtypes:
     """Read the dtypes from the recipe and the model directory.
 
     Raises:
-        ModelError: weights of the directory's dtype cannot be served.
+        ModelError: no engine can serve weights of the model directory's dtype.
         RecipeError: the combination makes no sense; the message says which key to change.
     """
     model = model_dtype(config.model.resolved)

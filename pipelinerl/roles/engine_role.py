@@ -37,16 +37,16 @@ log = logging.getLogger("pipelinerl")
 
 #: Seconds between checks that the engine still runs.
 WATCH_S = 0.5
-#: Imported early, because it imports torch: otherwise all members of a weight group would wait at the first join.
+#: Module imported in advance, because it imports torch: otherwise all members of the weight group would wait for that.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
-#: Seconds to wait before connecting to the streams again.
+#: Seconds between two attempts to connect to the streams.
 _AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
     """Make the engine that the recipe names."""
     config = identity.config
-    server = _server_of(identity)  # called first, because it fails fast and the imports are slow
+    server = _server_of(identity)  # first, because it fails fast and imports are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     of_the_run = {
         "model_path": config.model.resolved,
@@ -67,7 +67,7 @@ def build_engine(identity: Identity) -> Engine:
 
 
 def _server_of(identity: Identity) -> str | None:
-    """Return the external server of this engine (engine-2 has the third of `engine.servers`), or None without one."""
+    """Return the URL of this engine's external server (engine-2 has the third of `engine.servers`), or None."""
     if identity.config.engine.type not in registry.SERVER_ENGINES:
         return None  # an engine that was added to a live run may have another type than the recipe's
     servers = identity.config.engine.servers
@@ -106,7 +106,7 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
     """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
 
     Raises:
-        UserError: it is not reachable from the controller's machine, or the controller's URL is invalid.
+        UserError: the service is not reachable from the controller's machine, or the controller's URL is invalid.
         AddressError: the controller's host is unknown, or no route leads there.
     """
     host, port = bound[:2]
@@ -133,7 +133,7 @@ def _address_towards(controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Freeze garbage collection once the engine has started; return once the engine has stopped serving."""
+    """Wait until the engine has stopped serving. Once it has started, exempt loaded objects from garbage collection."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()
@@ -150,7 +150,7 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Apply weight updates announced on the streams, if the run announces any; without streams, requests bring them."""
+    """Apply weight updates that are announced on a stream, if the run uses one; otherwise updates come by request."""
     if not identity.config.weights.announced_to(identity.config.engine.count):
         return
     while not _started(engine):

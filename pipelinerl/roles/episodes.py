@@ -1,4 +1,4 @@
-"""Opens the environments that play a domain's episodes, as the domain's section of the recipe says."""
+"""Opens the environments that play the episodes of domains, as configured in the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier
 
 
 def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> dict[str, EpisodeDomain]:
-    """Return the domains that have an environment, by name, for the caller to close; nothing is started yet."""
+    """Return the domains that have an environment, by name; the caller closes them. No environment is started yet."""
     return {
         domain.name: EpisodeDomain(
             player=_player(domain),

@@ -1,4 +1,4 @@
-"""The process of a parameter server: weight versions in memory, a persistent copy of them, HTTP routes."""
+"""The process of a parameter server: keeps weight versions in memory and on disk, and serves them over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.weights.parameter_server.version_table import SnapshotStore, Ver
 
 
 async def run(identity: Identity) -> None:
-    """Serve weights until the process is stopped, beginning with the versions that it saved earlier in this run."""
+    """Serve weights until the process is stopped, beginning with versions that an earlier process saved in this run."""
     config = identity.config.parameter_server
     with listen(identity.host, identity.port) as listener:
         server = ParameterServer(

@@ -36,14 +36,14 @@ from pipelinerl.system.process import collect_as_usual
 
 log = logging.getLogger("pipelinerl")
 
-#: Environment variable with the bearer token, for a role that is given no token file.
+#: Environment variable with the bearer token, for a role that is started without a token file.
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The process of a role: its recipe, its name, and the addresses of its peers."""
+    """The settings of one process: the recipe, the process's name, the addresses of its peers, and its own address."""
 
     config: RunConfig
     run_dir: Path
@@ -56,7 +56,7 @@ class Identity:
 
     @property
     def launch(self) -> str:
-        """An id of this launch of the run, derived from its token without revealing it."""
+        """An id of this launch of the run, derived from the bearer token without revealing the token."""
         return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
@@ -69,7 +69,7 @@ class Identity:
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
-    """Return the identity of a process; `changes` come after those in `options`. Raises `UserError` for bad options."""
+    """Return a process's identity; `changes` apply after those in `options`. Raises `UserError` for bad options."""
     config = settled(load(options.recipe, [*(options.changes or []), *changes]))
     of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
     return Identity(
@@ -85,7 +85,7 @@ def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """Return the bearer token from the file, else from the environment, or None; raise `UserError` for a bad file."""
+    """Return the bearer token from the file, else from the environment, else None; raise `UserError` for a bad file."""
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
@@ -98,7 +98,7 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def token_of(token_file: Path | None, run_dir: Path) -> str:
-    """Return a role's bearer token: from `read_token`, else from the run's directory, where one is made if needed.
+    """Return a role's bearer token: from `read_token`, else from the run's directory, where it is created if needed.
 
     Roles that are started one by one on a machine thus share a token without the user's help.
 
@@ -136,7 +136,7 @@ def freeze_gc() -> None:
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
-    # The embedded server's password is stored with its data, so that no command line needs it.
+    # Read the embedded server's password from the file next to its data, so that no command line contains it.
     parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
     password = Path(named) if named else run_dir / "redis" / "password"
     is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
@@ -164,15 +164,15 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
             for number in _ENDING:
                 loop.add_signal_handler(number, task.cancel)
 
-        loop.call_soon(handle_signals)  # the loop takes over signals once the role has reached its first await
+        loop.call_soon(handle_signals)  # runs at the role's first await; from then on, the loop handles signals
         await task
 
     try:
         uvloop.run(guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
-        sys.exit(128 + signal.SIGTERM)  # not 0, which would mean that the role's work is done
-    except Exception as error:  # no caller is left: any error ends the process
+        sys.exit(128 + signal.SIGTERM)  # 0 would mean that the role's work is done
+    except Exception as error:  # the outermost frame: any error ends the process
         sys.exit(_status_of(error))
 
 
@@ -193,7 +193,7 @@ def _status_of(error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in nested exception groups, each once: two tasks of a group may fail with the same error."""
+    """Return the errors in nested exception groups, each once, because several tasks may fail with the same error."""
     if isinstance(error, BaseExceptionGroup):
         return list(dict.fromkeys(leaf for child in error.exceptions for leaf in _leaves(child)))
     return [error]

@@ -1,4 +1,4 @@
-"""`Role`: one kind of process, described once for the command line and for the launcher.
+"""`Role`: a description of one kind of process, shared by the command line and the launcher.
 
     @partial(Role, name="engine-0", port=8001, stop_order=2)
     def engine(options: RoleOptions, type: Annotated[str | None, typer.Option(help="…")] = None) -> None:
@@ -7,7 +7,7 @@
 
 `engine.command` is the function behind `pipelinerl engine`; `engine.arguments(options, type="torch")` are the arguments
 with which the launcher starts the same process. Both come from the fields of `RoleOptions` and from the parameters of
-the decorated function. A description loads no role: the function imports what it runs.
+the decorated function. Creating a `Role` imports nothing heavy: only the function imports what it runs.
 
 A password on a command line shows up in every user's process list; one in the environment does not. A role whose
 `--redis-url` holds a password therefore replaces itself at once (`hide_password`) and passes the address to itself in
@@ -47,7 +47,7 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 
 class OnExit(StrEnum):
-    """The launcher's reaction to the end of a process. Exit status 2, a user error, is never followed by a restart."""
+    """The launcher's reaction to the end of a process. It never restarts after exit status 2, which is a user error."""
 
     RESTART = "restart"
     """Restart the process, within its restart budget."""
@@ -61,7 +61,7 @@ class OnExit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOptions:
-    """The options that all roles have: which run, the process's name, its peers, and where it listens."""
+    """The options that all roles have: the recipe and run, the process's name, its peers' addresses, and its own."""
 
     recipe: RoleRecipe = "tiny"
     name: Annotated[str, typer.Option("--name", help="Name of this process, unique within the run.")]
@@ -122,12 +122,12 @@ class Role:
         return self.main.__name__.replace("_", "-")
 
     def numbered(self, number: int) -> str:
-        """Return the name of process `number` of several in this role."""
+        """Return the name of this role's process with this number, such as `engine-0`."""
         return f"{self.subcommand}-{number}"
 
     @cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
-        """The options of the command: those that all roles share, the role's own, then `changes`."""
+        """The command's options: the options that all roles share, then the role's own, then the recipe's `changes`."""
         hints = get_type_hints(RoleOptions, include_extras=True)
         taken = self.takes - ({"host", "port"} if self.port is None else set())
         defaults = {**_COMMON, "name": self.name, "port": self.port}
@@ -141,7 +141,7 @@ class Role:
 
     @property
     def command(self) -> Callable[..., None]:
-        """The function behind the subcommand, for typer: its signature lists the options; it runs the process."""
+        """The function that typer calls for the subcommand: it runs the process; its signature lists the options."""
 
         def command(**values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON if key in values}
@@ -167,13 +167,13 @@ class Role:
 
 
 def _flag(parameter: inspect.Parameter) -> str:
-    # typer derives the name in the same way; it keeps a name from the annotation in `default`.
+    # Derive the option's name as typer does: `option.default` holds the name if the annotation gives one.
     (option,) = parameter.annotation.__metadata__
     return option.default if isinstance(option.default, str) else f"--{parameter.name.replace('_', '-')}"
 
 
 def hide_password() -> None:
-    """Replace this process by one without a password in its arguments. Return if the arguments hold no password."""
+    """Restart this process without the password in its arguments; do nothing if they contain no password."""
     moved = without_password(sys.orig_argv, os.environ)
     if moved is not None:
         arguments, environment = moved

@@ -1,12 +1,12 @@
-"""The tracker's process: reads the run's event log and forwards its figures to the recipe's trackers.
+"""The tracker's process: reads the run's event log and forwards its metrics to the recipe's experiment trackers.
 
     thread (one per tracker)  waits for              unblocked by
     feed                      new events             the clock, twice a second
                               a tracker that failed  its retry, after 1, 2, 4, … 30 s
 
-No other process waits for the tracker's, and it sends requests to no role. A tracker that fails (full disk, unreachable
-server, a bug in its package) is reopened and continues where it stopped. The launcher stops this process after the
-controller; it forwards all events before it ends.
+No other process waits for this one, and this one sends no requests to others. A tracker that fails (full disk,
+unreachable server, a bug in its package) is reopened and continues where it stopped. The launcher stops this process
+after the controller; before the process ends, it forwards all events.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger("pipelinerl")
 _POLL_S: Final = 0.5
 _FIRST_RETRY_S: Final = 1.0
 _RETRY_S: Final = 30.0
-#: Deadline in seconds for forwarding the last events, including the uploads of W&B and trackio; the launcher allows
-#: `launch.grace_s`.
+#: Deadline in seconds for forwarding the last events after a stop, including the uploads of W&B and trackio. The
+#: launcher kills the process after `launch.grace_s`, which is usually earlier.
 _END_S: Final = 60.0
 
 
 async def run(identity: Identity) -> None:
-    """Feed the trackers until the process is stopped; raise `UserError` if there is none, or a package is missing."""
+    """Feed the trackers until the process is stopped; raise `UserError` without trackers or if a package is missing."""
     wanted = trackers_of(identity.config, identity.run_dir)
     if not wanted:
         raise UserError("the recipe names no tracker: add trackers.tensorboard = true, or another of [trackers]")
@@ -76,13 +76,13 @@ def feed_until(
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
-                    stopping = stop.is_set()  # read before the events, so that none is missed after a stop
+                    stopping = stop.is_set()  # read before the events, so that events before the stop are all sent
                     while feed.advance():
                         pause_s = first_retry_s
                     if stopping:
                         return
                     stop.wait(_POLL_S)
-        except Exception as error:  # third-party packages raise anything; nothing else handles it
+        except Exception as error:  # third-party packages may raise any exception
             log.warning("%s: %s: %s; the run continues, retrying in %g s", name, type(error).__name__, error, pause_s)
         if stop.wait(pause_s):
             return
@@ -95,7 +95,7 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    recipe = table_without_secrets(to_table(config))  # addresses may hold passwords, and trackers upload recipes
+    recipe = table_without_secrets(to_table(config))  # trackers upload the recipe, and its URLs may hold passwords
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:

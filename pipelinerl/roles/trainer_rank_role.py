@@ -1,4 +1,4 @@
-"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and follows it until rank 0 ends."""
+"""The process of a trainer's rank above 0, which joins rank 0 (`pipelinerl trainer`) and computes with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _LOST: Final = 1
 
 
 def run(config: RunConfig, *, rank: int) -> Never:
-    """Follow rank 0, then end the process.
+    """Compute along with rank 0 until rank 0 ends, then end this process.
 
-    The exit status is 0 if rank 0 finished its work, 1 if it died, hung or failed (a restart may help), and 2 if it
-    cannot be joined. The process exits without cleanup: JAX's own exit would contact rank 0, which is gone, and abort.
+    The exit status is 0 if rank 0 finished its work, 1 if rank 0 died, hung or failed (a restart may help), and 2 if
+    this rank cannot join rank 0. The process exits without cleanup: JAX's own exit would contact rank 0, which is gone,
+    and abort.
 
     Raises:
         RecipeError: the recipe's trainer has a single process, or has no such rank.
@@ -93,5 +94,5 @@ def _leave(error: TrainerError | None, status: int) -> Never:
     os._exit(status)
 
 
-#: By the trainer's type, the function that makes a rank follow rank 0.
+#: For each trainer type, the function with which a rank joins and follows rank 0.
 _FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

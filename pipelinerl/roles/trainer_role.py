@@ -1,4 +1,4 @@
-"""The trainer's process: its workers, the training loop that uses them, the weight publisher, the checkpoints."""
+"""The trainer's process: builds the workers (models), the training loop, the weight publisher and the checkpoints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def run(identity: Identity) -> None:
     try:
         await loop.run()
         if notice.was_given:
-            raise asyncio.CancelledError  # not a normal return, which would mean that the work is done
+            raise asyncio.CancelledError  # a normal return would mean that the work is done
     except BaseException:
         leave_undone()
         raise
@@ -135,9 +135,9 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """Return the canary, which tests an engine's weights with the first training problem as prompt.
+    """Return the canary, a prompt whose log-probs show if an engine's weights are right: the first training problem.
 
-    Its tolerance follows from the coarsest dtype that weights pass through from trainer to engine.
+    The tolerated difference follows from the least precise dtype that weights pass through from trainer to engine.
     """
     problem = training_problems(config).problem(0)
     replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
@@ -163,7 +163,7 @@ def samples_of(identity: Identity) -> TrainingSamples | None:
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:
-    """Return the training loop's part of the recipe."""
+    """Return the settings in the recipe that the training loop uses."""
     return LoopSettings(
         micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,

@@ -26,13 +26,13 @@ from pipelinerl.verifiers.service.wire import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, WeightedPart, WeightedSum
 
-#: Verifiers that enforce their deadlines themselves, in worker processes.
+#: Verifiers that run in worker processes and enforce their own deadlines there.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
 #: Verifiers that always give the same verdict on the same answer. User code is not listed, because it may be random.
 _DETERMINISTIC: Final = _POOLED | {"instruction_following", "oubliette"}
 #: Keys of a domain that, in addition to the verifier's code, determine the verdicts on its answers.
 _JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
-#: Keys of a domain's `oubliette` that only say where programs run. They do not change the verdicts.
+#: Keys of a domain's `oubliette` section that only say where programs run, and do not change verdicts.
 _PLACES: Final = {"url", "key_variable", "repository"}
 
 _FIRST_PAUSE_S: Final = 0.2
@@ -40,14 +40,14 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """A process's part of the run's budget for LLM judging: the folder of its spending, and the number of sharers."""
+    """A process's part of the run's LLM judge budget: the folder of its spending, and the number of sharers."""
 
     folder: Path
     sharers: int
 
 
 def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
-    """Open the verifier of a domain that has one; the caller closes it. Nothing starts before the first answer.
+    """Open the verifier of a domain that has one; the caller closes it. No process starts before the first answer.
 
     `budget` is this process's part of the run's budget, for an LLM judge.
 
@@ -98,7 +98,7 @@ def _sandbox_of(domain: DomainSection) -> str:
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:
-    """Open the recipe's group filter, if any, for the caller to close; raise `RecipeError` if it cannot be loaded."""
+    """Open the recipe's group filter, if any; the caller closes it. Raise `RecipeError` if it cannot be loaded."""
     section = config.curation
     if section.filter is None:
         return None
@@ -177,7 +177,7 @@ def _instance_of(where: str, thing: Any) -> Any:
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
-    """Open the domain's LLM judge; without a `budget`, it may spend the run's whole budget, counted from 0.
+    """Open the domain's LLM judge. Without a `budget`, the judge may spend the run's whole budget, counted from 0.
 
     Raises:
         RecipeError: the domain names no server, or the server's API key is missing.
@@ -206,7 +206,7 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
 
 
 async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
-    # If the recipe names no model, the server is asked for its model until a vote would time out.
+    # If the recipe names no model, request the model's name from the server, with retries until a vote would time out.
     model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
     while model is None:
         try:

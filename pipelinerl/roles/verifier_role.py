@@ -1,7 +1,8 @@
 """A verifier service's process: the recipe's verifiers behind `verifiers/service`, leased to the actors of a run.
 
-It serves a domain only with the sandbox that the recipe asks for, and otherwise names what is missing. Actors use it
-once its verifiers have started, until it begins to end. After a drain it ends by itself, with status 0.
+The service serves a domain only with the sandbox that the recipe requires; otherwise it fails and names what is
+missing. Actors use the service once its verifiers have started, until it begins to end. After a drain, the process ends
+by itself with status 0.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -72,7 +73,7 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 
 async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each required sandbox, which attacks it as a test; ask remote services only whether they are available."""
+    """Open each required sandbox, which tests it with attacks; of a remote sandbox, check only that it is available."""
     sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:
         if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:

@@ -1,4 +1,4 @@
-"""Parts of a recipe that several processes read, as the code's own types. The only array library imported is numpy."""
+"""Conversion of a recipe's sections to the value types that several processes use. Imports neither torch nor JAX."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     """Return the recipe's objective, checked.
 
     Raises:
-        RecipeError: the trainer lacks a forward pass that the objective needs, a section configures a pass that it does
-            not need, or a slot would have no effect.
+        RecipeError: a setting is of no use to the objective, contradicts it, or would leave one of its slots without
+            effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -74,7 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the shape of the model's routers, whose choices the trainer replays; None without replay.
+    """Return the shape of the routers' choices of experts, which the trainer replays; None without routing replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
@@ -102,7 +102,7 @@ def mini_batching_of(config: RunConfig) -> MiniBatching:
 
 
 def losses_of(config: RunConfig) -> DomainLosses:
-    """Return the loss of each trained domain."""
+    """Return the loss and the weight of the loss of each trained domain."""
     losses = {each.name: DomainLoss(each.loss, each.loss_weight) for each in config.domains if each.weight}
     return DomainLosses(losses) if any(each != DomainLoss() for each in losses.values()) else ONE_LOSS
 
@@ -113,9 +113,10 @@ def is_url(place: str) -> bool:
 
 
 def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
-    """Return the place of each frozen model: a path, the URL of an engine, or empty for the initial policy.
+    """Return where each frozen model is: a path, the URL of an engine, or empty for the initial policy.
 
-    The key None is the reference, for the objective and for domains without a teacher; other keys are domains.
+    Under the key None is the reference of the objective and of domains without a teacher of their own; under a domain's
+    name is its teacher.
     """
     taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
     places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
@@ -190,7 +191,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
 
 
 def knobs_of(config: RunConfig) -> Knobs:
-    """Return the initial values of the knobs, which the recipe sets."""
+    """Return the knobs with their initial values, which the recipe sets."""
     bounds = config.staleness.bounds
     return Knobs(
         j=bounds.j,
@@ -210,10 +211,10 @@ def knobs_of(config: RunConfig) -> Knobs:
 
 
 def elastic_of(config: RunConfig) -> ElasticRule | None:
-    """Return the rule by which engines are added and removed; None if the recipe does not limit their number.
+    """Return the rule by which engines are added and removed; None if the recipe has no `elastic.types`.
 
     Raises:
-        RecipeError: a type cannot be started by name, or the initial number of engines is outside the limits.
+        RecipeError: the launcher cannot start a type of engine, or the initial number of engines is outside the limits.
     """
     for type, limits in config.elastic.types.items():
         own = registry.is_user_code(registry.ENGINES, type)
@@ -234,7 +235,7 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
     """Return the URLs of the external servers, one per engine; empty for engines that run their own model.
 
     Raises:
-        RecipeError: there are too few servers, or engines of this type use no server.
+        RecipeError: there are fewer servers than engines, or servers for a type of engine that uses none.
     """
     section = config.engine
     if section.type not in registry.SERVER_ENGINES:
@@ -266,7 +267,7 @@ def check_engine_options(config: RunConfig) -> None:
             "them, and remove them here"
         )
     if registry.is_user_code(registry.ENGINES, chosen):
-        return  # user code checks its own options
+        return  # the user's engine checks its own options
     if chosen not in registry.ENGINES_WITH_OPTIONS:
         raise RecipeError(f"engine.type {chosen!r} takes no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
@@ -278,7 +279,7 @@ def training_problems(config: RunConfig) -> Mixture:
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """Return the mixture of one split, shuffled by `seed`; each domain has its share of the problems in every step."""
+    """Return the mixture of one split's problems, shuffled by `seed`; each step has the domains' exact shares."""
     domains = [
         Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
         for each in config.trained_domains
@@ -287,7 +288,7 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
 
 
 def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
-    """Return the right answers that train with the rollouts; None if no domain has the loss `ce`."""
+    """Return the right answers to train on in addition to rollouts; None if no domain has the loss `ce`."""
     if not (count := config.demonstrations_per_update):
         return None
     return DemonstrationStream(
@@ -303,8 +304,8 @@ def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
 def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mixture:
     """Return the problems whose right answers are trained on, in another order than the problems that are sampled.
 
-    They come from the domains with the loss `ce`, or else from all trained domains. Shares are exact within each
-    `count` problems.
+    The problems come from the domains with the loss `ce`, or from all trained domains if none has it. The domains'
+    shares are exact within each `count` problems.
     """
     seed = rng.key(config.run.seed, "demonstrations") % 2**31
     chosen = config.demonstrated_domains or config.trained_domains
@@ -324,7 +325,7 @@ def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture
         for domain in domains:
             if (domain.name, held_out.split) not in opened:
                 opened[domain.name, held_out.split] = _source_of(domain, Split(held_out.split), seed=0)
-        # Each domain has its share of any first n problems, so a smaller evaluation is a prefix of a larger one.
+        # The domains' shares hold for the first n problems, for any n: smaller evaluations are prefixes of larger ones.
         mixtures[held_out.name] = Mixture(
             [
                 Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, held_out.split])

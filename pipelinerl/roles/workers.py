@@ -36,7 +36,7 @@ from trainer_contract.types import Head, TrainerSpec, WeightDType
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The models of policy, critic and reference on the same devices, each in one process or spread over all ranks."""
+    """The models of the trainer: policy, critic, reference and teachers. All of them use the same devices."""
 
     policy: Trainer
     critic: Critic | None
@@ -68,7 +68,7 @@ class Workers:
 
 
 def opened_policy(config: RunConfig) -> Trainer:
-    """Start only the policy, whose weights are gathered in the model's dtype, or raise `ModelError`."""
+    """Start only the policy, which gathers weights in the model's dtype; raise `ModelError` if it cannot start."""
     return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
@@ -78,7 +78,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
     The reference never comes from a checkpoint: it is the policy before the first step.
 
     Raises:
-        ModelError: a model, device or head is not available; the message names the worker.
+        ModelError: a model, a device or the value head is not available; the message names the worker.
         RecipeError: the checkpoint belongs to another recipe: a worker's state is missing or of another model.
     """
     policy = _worker(config, "trainer", spec_of(config, restore_from=checkpoint and checkpoint / "trainer"))
@@ -124,13 +124,14 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
         own = model_dtype(spec.model_path)
     except ModelError as error:
         raise ModelError(f"reference: {error}") from error
-    if spec.gather_dtype in (None, own):  # engines would hold the same weights, without rounding
+    # Rounding to the model's own dtype would not change a frozen model, so make no rounded copy of the weights.
+    if spec.gather_dtype in (None, own):
         spec = replace(spec, gather_dtype=WeightDType.FLOAT32)
     return _worker(config, "reference", spec)
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    # The meter prefers the answers that the sample log will record.
+    # Measure preferably the answers that the sample log records, so that their entropies are known.
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),
@@ -154,7 +155,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the weights of earlier versions, from the checkpoint, and the current ones, to compute old log-probs."""
+    """Return earlier versions of the weights, from the checkpoint, and the current one, for old log-probs."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()
@@ -173,7 +174,8 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         worker.init_worker(spec)
     except SpecError as error:
         raise ModelError(f"{name}: {error}") from error
-    except StateError as error:  # the recipe is at fault: the files are undamaged, since their digests match
+    except StateError as error:
+        # The checkpoint's files are undamaged, since their digests match, so the recipe does not fit the checkpoint.
         raise RecipeError(_unfit(name, spec, error)) from error
     return worker
 

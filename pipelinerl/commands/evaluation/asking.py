@@ -1,4 +1,4 @@
-"""Evaluation loop: send problems to a respondent with bounded concurrency, and judge the answers.
+"""Evaluation loop: send problems to a respondent (engine or server) with bounded concurrency, and judge the answers.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -55,7 +55,7 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every prompt order; call `on_answer` for each, with None if it failed; raise `UserError` if all failed."""
+    """Send every prompt order; call `on_answer` for each (None if it failed); raise `UserError` if all failed."""
     waiting, failures, answered = iter(orders), list[str](), 0
 
     async def work() -> None:
@@ -76,7 +76,8 @@ async def ask(
         async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
-    except ExceptionGroup as several:  # before Python 3.11.4, errors raised in `except*` are wrapped in a group again
+    # Not `except*`: before Python 3.11.4, an error raised inside it is wrapped in a group.
+    except ExceptionGroup as several:
         refusals, others = several.split(UserError)
         if refusals is None or others is not None:
             raise
@@ -108,7 +109,7 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
-    """Return a digest of all domain settings on which answers depend, for the question of an `AnswerLog`."""
+    """Return a digest of all domain settings on which answers depend; an `AnswerLog` stores it."""
     settings = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -123,21 +124,21 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:  # not uvloop, which starts verifiers by fork: unsafe with the JAX engine
+    try:  # asyncio's loop, because uvloop forks to start verifiers, which is unsafe with the JAX engine
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
 
 
 def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
-    """Return how many problems to have in flight: as many as an actor, limited by the engine's queue."""
+    """Return the number of problems to keep in flight: an actor's number, limited by the size of the engine's queue."""
     samples = max((order.sampling.num_samples for order in orders), default=1)
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
 @final
 class _Answering:
-    """Samples with verdicts: single answers are judged by the domain's verifier, episodes by its environment."""
+    """Gets samples and their verdicts: the domain's verifier judges single answers, its environment judges episodes."""
 
     def __init__(
         self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
@@ -194,8 +195,9 @@ class AnswerLog(Generic[Answer]):
     """A file of results from which an interrupted command resumes.
 
     Its first line is the question: a JSON object with every setting on which the results depend. Each further line is
-    the result of one problem, and survives any end of the process. A torn line is ignored. Results of another question
-    are refused, and so is a second process that writes the file. `answers` are all results, old and new.
+    the result of one problem, and survives a crash of the process. A partly written last line is ignored. A file with
+    results of another question is refused, and so is a file that another process writes. `answers` are all results,
+    old and new.
     """
 
     def __init__(self, file: BinaryIO, answers: list[Answer]) -> None:
@@ -215,7 +217,7 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
     """Open the log in the file `path` for the duration of the block, creating it if missing.
 
     Raises:
-        UserError: the file holds results of another question, is damaged, or cannot be written or locked.
+        UserError: the file holds results of other settings (`question`), is damaged, or cannot be written or locked.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +233,7 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
 
 
 def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]) -> list[Answer]:
-    """Return the results in the file. Write the question into a new file, and cut off a torn last line."""
+    """Return the results in the file. Write `question` into a new file; cut off a partly written last line."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     if not lines and first.startswith(data):  # a new file, or one whose writer was killed during the first line
@@ -242,7 +244,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
         raise UserError(
             f"{path} holds answers to another question (another {', '.join(other)}); name another --out, or remove it"
         )
-    file.truncate(data.rfind(b"\n") + 1)  # drop a torn line; its problem is evaluated again
+    file.truncate(data.rfind(b"\n") + 1)  # drop a partly written line; its problem is evaluated again
     try:
         return [msgspec.json.decode(line, type=of) for line in lines[1:]]
     except msgspec.DecodeError as error:

@@ -1,6 +1,6 @@
 """`pipelinerl eval`: evaluates a checkpoint, a model directory or a server at a URL on the recipe's held-out problems.
 
-It uses the problems of the run's own evaluations and, on this project's engines, the same sampling noise.
+It uses the same problems as the evaluations during the run and, on this project's engines, the same sampling noise.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from pipelinerl.types import PromptOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Settings and results; `seconds` excludes the engine's start, and `asked` counts the problems of this call.
+    """Settings and results of an evaluation; `seconds` excludes the engine's start.
 
-    `incomplete` counts problems without an answer, `unjudged` those whose answer could not be judged.
+    `asked` counts problems sent in this call, `incomplete` problems without an answer, and `unjudged` problems whose
+    answer could not be judged.
     """
 
     target: str
@@ -71,7 +72,7 @@ def evaluate(
     """Evaluate the target; progress goes to `console`. With `out`, skip problems with a result there, and add results.
 
     Raises:
-        UserError: no problem was answered, or the file holds results of another question.
+        UserError: no problem was answered, or the file `out` holds results of other settings.
     """
     evaluation = config.evaluation_sets[0]
     if not evaluation.problems:
@@ -157,13 +158,15 @@ async def _evaluated(
 
                 await ask(missing, answering, config, on_answer=note)
             seconds = time.monotonic() - began
-    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold other answers
+    # The log may also hold answers to problems that this call does not evaluate.
+    of_these = {order.index: answers.get(order.index) for order in orders}
     return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
 
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
-    """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # settings only of an engine built here
+    """Return the settings on which answers depend, for an `AnswerLog`: weights, sampling, domains."""
+    # These settings matter only for an engine that this command starts, not for a server.
+    engine = {"type", "dtype", "weights", "context_length"}
     return {
         "target": target.named(model),
         "split": evaluation.split,

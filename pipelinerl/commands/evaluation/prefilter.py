@@ -31,9 +31,9 @@ from pipelinerl.types import Problem, PromptOrder, Purpose
 
 #: File name of the log of answers.
 ANSWERS: Final = "answers.jsonl"
-#: Number of bands of equal width into which tags divide pass rates.
+#: Number of equally wide bands of pass rates; each data set row is tagged with its band.
 _BANDS: Final = 5
-#: The source counts as exhausted after this many duplicates in a row, plus one for each distinct problem so far.
+#: A problem source counts as exhausted after this many duplicates in a row, plus one per distinct problem so far.
 _REPETITIONS: Final = 100
 
 
@@ -76,7 +76,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts the problems of this call."""
+    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts those sent in this call."""
 
     problems: int
     asked: int
@@ -182,7 +182,7 @@ async def _ask(
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return the settings on which pass rates depend, for an `AnswerLog`; they exclude the choice of problems."""
+    """Return the settings on which a problem's pass rate depends, for the question of an `AnswerLog`."""
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),

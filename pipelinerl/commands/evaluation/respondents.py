@@ -77,7 +77,7 @@ class Target:
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
     def named(self, model: str) -> str:
-        """Return the target's name for an `AnswerLog`; `model` is one of a server's models, or empty."""
+        """Return the target's name for an `AnswerLog`; `model` names one of a server's models, or is empty."""
         return f"{self.url or self.model} {model}".strip()
 
 
@@ -172,20 +172,20 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
     except ContractError as error:
         raise UserError(f"the engine for {config.model.resolved} has failed: {error}") from error
     finally:
-        # Ctrl-C cancels this task as well, but the engine must still end its processes and threads.
+        # Finish closing even if Ctrl-C has cancelled this task: the engine must end its processes and threads.
         await to_its_end(engine.close())
 
 
 @final
 class _OfTheContract:
-    """An engine of this project: one request returns all samples of a problem, as in an actor."""
+    """Respondent for an engine of this project: one request returns all samples of a problem, as in an actor."""
 
     def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
         self._complete = complete
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler for episodes: this object itself."""
+        """The sampler for episodes, which is this object."""
         return self
 
     async def complete(
@@ -209,7 +209,7 @@ class _OfTheContract:
 
 @final
 class _OfText:
-    """A server that returns only text; it receives one request per sample."""
+    """Respondent for a server that returns only text; the server receives one request per sample."""
 
     def __init__(self, server: OpenAIServer) -> None:
         self._server = server

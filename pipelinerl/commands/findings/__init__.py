@@ -1,1 +1,1 @@
-"""Findings of `pipelinerl check`, one file per larger topic."""
+"""Findings, the lines that `pipelinerl check` prints about a recipe; one file per larger topic."""

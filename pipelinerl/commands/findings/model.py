@@ -1,4 +1,6 @@
-"""Findings of `check` on how the model is computed: experts, adapters, attention and mesh."""
+"""Findings of `pipelinerl check` on the computation of the model: experts, adapters, attention and device mesh.
+
+The functions yield pairs (part of the recipe, finding)."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def refuse_experts(config: RunConfig) -> None:
 
 
 def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on a mixture of experts; nothing for other models."""
+    """Yield findings on a mixture of experts; nothing for other models."""
     shape = mixture_of(config.model.resolved)
     if shape is None:
         return
@@ -47,7 +49,7 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on adapters; raise `RecipeError` if the model lacks the layers that should get them."""
+    """Yield findings on LoRA adapters; raise `RecipeError` if the model lacks the layers that should get adapters."""
     if config.trainer.type != "torch" or config.trainer.options.get("lora") is None:
         return
     from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -62,8 +64,8 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
-    # The GPU is not inspected: it may be on another machine.
+    """Yield findings on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
+    # Do not inspect this machine's GPU: the run may use another machine.
     if config.trainer.type != "torch":
         return
     from pipelinerl.trainers.torch.options import attention_of
@@ -94,7 +96,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on the trainer's mesh; raise `RecipeError` if heads or experts do not divide evenly."""
+    """Yield findings on the trainer's mesh; raise `RecipeError` if it cannot divide the heads or experts evenly."""
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return
     from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts

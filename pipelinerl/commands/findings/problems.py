@@ -1,4 +1,4 @@
-"""Findings on problems: whether they can be built, judged and rendered, whether prompts fit, and instructions.
+"""Checks that problems can be built, judged and rendered, that prompts fit, and that instructions are valid.
 
 `pipelinerl run` checks a few problems, `pipelinerl check` many. If many prompts leave no room for an answer, the recipe
 is refused. If only a few do, as in most large data sets, their share is reported: an engine rejects a prompt that fills
@@ -26,7 +26,7 @@ from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
-#: Number of training problems to check. Evaluation sets, and the instructions of finite sources, are checked in full.
+#: Number of training problems to check. Evaluation sets are checked in full, and so are instructions in finite sources.
 LOOKED_AT: Final = 256
 #: The recipe is refused if a larger share of its prompts leaves no room for an answer.
 MOST_WITHOUT_ROOM: Final = 0.1
@@ -49,10 +49,11 @@ class _Prompts:
 def prompt_findings(
     config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding): a rendered prompt per domain, and prompt lengths of training and of each evaluation set.
+    """Yield findings: a rendered prompt per domain, and the prompt lengths in training and in each evaluation set.
 
     Raises:
-        RecipeError: a problem cannot be made, the evaluation needs more problems, or too many prompts have no room.
+        RecipeError: a problem cannot be made, an evaluation set has too few problems, or too many prompts leave no room
+            for an answer.
     """
     domains = {domain.name: domain for domain in config.domains}
     parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
@@ -125,7 +126,7 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
 
 
 def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on the instructions in the domain's problems; raise `RecipeError` for an invalid one."""
+    """Yield findings on the instructions in the domain's problems; raise `RecipeError` if an instruction is invalid."""
     if _FOLLOWS_INSTRUCTIONS not in {name for _, name in names_of(domain)}:
         return
     counts: Counter[str] = Counter()
@@ -154,9 +155,9 @@ def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[t
     yield "instructions", f"domains.{domain.name}: of {looked_at} problems, {most}"
 
 
-#: Rows of each data file that `run` checks, in about a tenth of a second.
+#: The first rows of each data file, which `pipelinerl run` checks in about a tenth of a second.
 FIRST: Final = FirstRows(rows=2048, bytes=16 * 2**20)
-#: Rows of each data file that `check` checks, in one to two seconds.
+#: The first rows of each data file, which `pipelinerl check` checks in one to two seconds.
 MOST: Final = FirstRows(rows=50_000, bytes=2**30)
 
 

@@ -38,7 +38,7 @@ def mini_batch_finding(config: RunConfig) -> str | None:
 
 
 def update_table(step: RecordedStep) -> Table | None:
-    """Return a table of the recorded figures of each optimizer step; None if the step had only one."""
+    """Return a table of the metrics recorded for each optimizer step; None if the step had only one optimizer step."""
     if not step.updates:
         return None
     names = [name for name in step.updates[0] if name not in _PLACE]
@@ -59,9 +59,9 @@ _SIGMA: Final = 0.5
 
 
 def stale_share(config: RunConfig) -> str:
-    """Describe the share of tokens dropped as stale in the worst case, which is engines slower than the trainer.
+    """Describe the share of tokens dropped as stale in the worst case: engines that are slower than the trainer.
 
-    Empty if the recipe cannot be simulated or sets no staleness bound.
+    The text is empty if the recipe cannot be simulated or sets no staleness bound.
     """
     if math.isinf(config.staleness.bounds.k):
         return ""

@@ -1,4 +1,4 @@
-"""Trials of a domain for `pipelinerl check`: an episode with a scripted model, and its verifier on a real problem.
+"""Trials of a domain for `pipelinerl check`: play an episode with a scripted model, and call the domain's verifier.
 
 The scripted model first answers with nothing, or with a call of the `python` tool, and then with the reference answer.
 The output shows the exact tokens that the model would see, turn by turn. The verifier judges the reference answer and
@@ -40,11 +40,11 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[tuple[str, str]]:
-    """Play an episode; return (kind of finding, line) for each turn, for the verdict, and for an episode too long.
+    """Play an episode; return pairs (kind of finding, line) on each turn, on the verdict, and on a too long episode.
 
     Raises:
-        RecipeError: the environment fails (the message has the file and the line), or the chat template cannot write
-            calls of the tools that it offers.
+        RecipeError: the environment fails (the message has the file and the line), or it offers tools whose calls the
+            chat template cannot render.
     """
     first = _first_call(domain, tokenizer) if domain.episode.tools else ""
     answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
@@ -124,7 +124,7 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
 
 @final
 class ScriptedAnswers:
-    """`Sampler` that returns the given answers in order; `seconds` is the total time spent in it."""
+    """`Sampler` that returns the given answers in order; `seconds` is the total time that its calls have taken."""
 
     def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
         self.seconds = 0.0
@@ -179,7 +179,7 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
     """Describe the verdicts on the reference answer and on an empty answer.
 
     Raises:
-        RecipeError: neither can be judged, or only registered verifiers judge and they reject every reference answer.
+        RecipeError: neither answer can be judged, or all verifiers are registered and reject every reference answer.
     """
     where = f"domains.{domain.name}"
     if domain.judge is not None:
@@ -198,10 +198,10 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
-    """Yield a warning for each reward function whose first two parameters, of unusual names, are passed by position.
+    """Yield a warning for each reward function whose first two parameters have unusual names.
 
-    They receive the problem and the answer's text, but the author of `(response, label)` may have meant the answer
-    and the ground truth.
+    By position, these parameters receive the problem and the answer's text, whereas the author of a function with the
+    parameters `(response, label)` probably meant the answer and the ground truth.
     """
     for where, name in names_of(domain):
         thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
@@ -229,7 +229,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
-    """Describe the filter's decision on a made-up group, half correct, half empty; raise `RecipeError` if it fails."""
+    """Describe the filter's decision on an invented, half correct group; raise `RecipeError` if the filter fails."""
     right = SampledAnswer(problem.ground_truth, range(1, len(problem.ground_truth) + 1))
     answers = [right if place < (samples + 1) // 2 else SampledAnswer("", (1,), "length") for place in range(samples)]
     verdicts = [correct(answer.text) if answer.text else wrong("no answer") for answer in answers]
@@ -245,7 +245,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Raise `RecipeError` if the reference answers of `_TRIED` problems are all rejected; `first` judged the first."""
+    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers; `first` is the verdict on the first."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

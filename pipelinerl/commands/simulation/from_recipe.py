@@ -19,14 +19,18 @@ from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.simulation.calibration import ObservedRun
 from pipelinerl.simulation.setting import LengthLaw, ObservedLengths, SimulatedSetting
 
-#: Maximum number of a run's answers from which the distribution of lengths is taken.
+#: Maximum number of recorded answers whose lengths form the distribution of answer lengths.
 _MOST_LENGTHS: Final = 20_000
 
 
 def setting_of(
     config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
 ) -> SimulatedSetting:
-    """Return the settings that determine a recipe's schedule; raise `RecipeError` if the simulator lacks one."""
+    """Return the settings that determine a recipe's schedule.
+
+    Raises:
+        RecipeError: the recipe has a setting that the simulator does not support.
+    """
     _refuse_unknown(config)
     bounds, drops = config.staleness.bounds, _filters(config)
     oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
@@ -53,7 +57,7 @@ def setting_of(
 
 
 def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
-    """Return a finished run as recorded, with its answers' lengths; raise `UserError` if something is missing."""
+    """Return the records of a finished run, with the lengths of its answers; raise `UserError` if some are missing."""
     try:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
     except (OSError, ValueError, UserError) as error:
@@ -86,7 +90,7 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
 
 
 def _filtered(events: Sequence[Event]) -> float:
-    """Return filtered groups divided by filtered and trained groups; 0 before the run has ended."""
+    """Return the number of filtered groups, divided by that of filtered and trained groups; 0 before the run's end."""
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0

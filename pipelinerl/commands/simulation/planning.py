@@ -1,4 +1,4 @@
-"""Trials of a recipe on given hardware, the simulator's accuracy against measured runs, and the output of both."""
+"""Simulations of a recipe on given hardware, the simulator's accuracy against measured runs, and their output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Inputs of predictions; `checks` has the relative errors (simulated ÷ measured − 1) of figures by measured run."""
+    """Inputs of predictions. `checks` holds relative errors (simulated ÷ measured − 1) by measured run and metric."""
 
     hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None
@@ -64,7 +64,7 @@ class Basis:
 
     @property
     def worst(self) -> float:
-        """The largest absolute relative error of any figure; 0 without measurements."""
+        """The largest relative error in `checks`, in absolute value; 0 without measured runs."""
         return max((abs(error) for errors in self.checks.values() for error in errors.values()), default=0.0)
 
     @property
@@ -87,9 +87,9 @@ class Basis:
 
 
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
-    """Calibrate from finished runs.
+    """Calibrate the simulator with finished runs.
 
-    As checks, the first run's second half is predicted from its first half, and each run from all runs.
+    To measure accuracy, the first run's second half is predicted from its first half, and each run from all runs.
 
     Raises:
         UserError: a directory is no run, or the run is too short.
@@ -136,7 +136,7 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
-    """Simulate the recipe with these changes; an invalid combination gets a trial with the reason and no prediction.
+    """Simulate the recipe with these changes; for invalid changes, the trial has a reason and no prediction.
 
     Raises:
         UserError: the lengths of answers are unknown.
@@ -172,7 +172,7 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
 @final
 @dataclass(frozen=True, slots=True)
 class HardwareTable:
-    """Times of operations, as read from a table; `lengths` has the format of `--lengths`, or is empty."""
+    """Times of engine and trainer operations, from a file; `lengths` has the format of `--lengths`, or is empty."""
 
     hardware: Hardware
     lengths: str = ""
@@ -229,7 +229,7 @@ def _section(path: Path, name: str, values: Any) -> Any:
         raise UserError(f"{path}: {name}: {error}") from None
 
 
-#: Heading, attribute and format of each column.
+#: Heading, attribute of `Prediction`, and number format of each column of the output.
 _COLUMNS: Final = (
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("rollouts/s", "rollouts_per_s", ",.1f"),
@@ -277,7 +277,7 @@ def lines_of(trials: Sequence[Trial]) -> list[str]:
 def json_of(
     trials: Sequence[Trial], *, best: Trial | None, checks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return all figures of the trials as JSON values."""
+    """Return the changes and all predicted metrics of the trials as JSON values."""
     return {
         "trials": [
             {
@@ -294,7 +294,7 @@ def json_of(
 
 
 def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
-    """Return a self-contained HTML page: notes, a table, a plot per figure over the trials, and ages of rollouts."""
+    """Return a self-contained HTML page: notes, a table, a plot of each metric over the trials, and rollout ages."""
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [

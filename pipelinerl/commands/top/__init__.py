@@ -1,1 +1,1 @@
-"""`pipelinerl top`: a run's figures and knobs in the terminal."""
+"""`pipelinerl top`: show a run's metrics and knobs in the terminal."""

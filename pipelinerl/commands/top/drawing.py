@@ -1,4 +1,4 @@
-"""A run's figures as lines of text, for a terminal of at least 40 columns. Pure functions.
+"""Draw a run's state and metrics as lines of text, for a terminal of at least 40 columns. Pure functions.
 
 Names from recipes and error texts are untrusted, so they are escaped.
 """
@@ -18,14 +18,14 @@ _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting
 _LABEL: Final = 10
 #: Width of a label and its value, in columns; a terminal that is twice as wide shows two pairs per line.
 _FIGURE: Final = 22
-#: Minimum width at which an engine's running sequences are shown.
+#: Minimum width of the terminal, in columns, at which each engine's number of running sequences is shown.
 _LOADS: Final = 42
 #: Maximum number of domains and of engines on the screen; `pipelinerl status` and `engines list` show all.
 _MOST: Final = 12
 
 
 def figures(snapshot: RunSnapshot, width: int) -> Text:
-    """Return all figures in lines of at most `width` columns; longer sentences wrap."""
+    """Return the run's state and metrics in lines of at most `width` columns; longer sentences wrap."""
     lines = [*_head(snapshot, width), *_pairs(snapshot, width), *_domains(snapshot, width), *_engines(snapshot, width)]
     return Text("\n").join([*lines, *_ledger(snapshot), *_waits(snapshot), *_wrong(snapshot)])
 

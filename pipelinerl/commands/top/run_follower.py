@@ -32,7 +32,7 @@ from pipelinerl.observability.status import (
     RunStatus,
 )
 
-#: Seconds between two polls.
+#: Seconds between two polls of the controller and the files.
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
 #: Seconds after which reading a long log is interrupted to show how much has been read.
@@ -48,11 +48,11 @@ class RunSnapshot:
     """A run at one moment.
 
     Attributes:
-        status: the controller's status; if no controller answers, the part of it that the files contain.
+        status: the controller's status; if no controller answers, as much of the status as the files contain.
         state: live, starting, finished, suspended, failed, crashed or silent.
         knobs: values by name, domain weights as `domain_weights.<name>`.
         ledger: counts of prompt orders; None if unknown.
-        waits: (cause, share of the last steps' time), if the run's files are on this machine.
+        waits: pairs (cause, share of the last steps' time spent on this wait), if the run's files are on this machine.
         obstacle: the reason why knobs cannot be changed; empty if they can.
         reading: the share of the event log that has been read.
         unread: the number of events that could not be processed.
@@ -70,7 +70,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """The result of a knob's change: a sentence for the user, and `refused` if the controller refused the change."""
+    """The result of a knob's change: a sentence for the user; `refused` is True if the controller refused it."""
 
     sentence: str
     refused: bool = False
@@ -79,7 +79,7 @@ class ChangeResult:
 @final
 @dataclass(slots=True)
 class RunSource:
-    """One run, named by its directory or by its controller's URL; used from one thread."""
+    """One run, named by its directory or by its controller's URL; for use from one thread only."""
 
     run: str
     total_steps: int = 0
@@ -94,7 +94,7 @@ class RunSource:
             self.total_steps = _steps_of(Path(self.run) / "recipe.toml")
 
     def look(self) -> RunSnapshot:
-        """Request or read the run's current state."""
+        """Return the run's current state, from the controller or else from the files."""
         self._read()
         waits = self._waits()
         try:
@@ -139,7 +139,7 @@ class RunSource:
     def _take(self, event: Event) -> None:
         try:
             self._view.take(event)
-        except Exception:  # untrusted input: one malformed event must not hide the whole run
+        except Exception:  # the log is untrusted: one malformed event must not hide the run
             self._unread += 1
 
     def _waits(self) -> tuple[tuple[str, float], ...]:

@@ -1,4 +1,4 @@
-"""The screen of `pipelinerl top`, drawn with textual: figures left of the knobs, or above them on narrow terminals.
+"""The screen of `pipelinerl top`, drawn with textual: metrics left of the knobs, or above them on narrow terminals.
 
 The app draws the newest snapshot of a `RunFollower` four times a second, and never waits for it. The arrow keys
 select a knob; Enter starts and submits an edit; Escape cancels it. The terminal keeps the mouse, to select text.
@@ -120,7 +120,7 @@ class TopApp(App[None]):
         self._shown: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
-        """Create the widgets: figures, knobs, the last message and the keys."""
+        """Create the widgets for metrics, knobs, the last message and the list of keys."""
         with Container(id="body"):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
@@ -133,7 +133,7 @@ class TopApp(App[None]):
         self.set_interval(_LOOK_S, self._look)
 
     def on_resize(self) -> None:
-        """Redraw the figures for the new width."""
+        """Redraw the metrics for the new width."""
         self.call_after_refresh(self._look)
 
     def refuses(self) -> bool:
@@ -150,7 +150,7 @@ class TopApp(App[None]):
             row.leave()
 
     def action_page(self, pages: int) -> None:
-        """Scroll the figures by pages."""
+        """Scroll the metrics by this number of pages."""
         pane = self.query_one("#figures", VerticalScroll)
         pane.scroll_relative(y=pages * pane.size.height, animate=False)
 

@@ -1,1 +1,1 @@
-"""`pipelinerl watch`: the live page of a run, served from its files; changes go to its controller."""
+"""`pipelinerl watch`: a live web page of a run, made from its files; changes are sent to the run's controller."""

@@ -1,7 +1,7 @@
-"""Access to the page: who may view it, and who may change the run.
+"""Access to the web page of `pipelinerl watch`: who may view it, and who may change the run.
 
     http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   views and changes
-    http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   views only
+    http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the link's key      ──▶  /   views only
 
 A link redirects to an address without its key: a one-time key in a browser's history or a log is already used up. When
 a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and SameSite=Strict;
@@ -68,7 +68,7 @@ class SharedLink:
 
 
 def lasting_link(run_dir: Path) -> SharedLink:
-    """Return the permanent link that is stored in the run's directory, or a new one."""
+    """Return the permanent link that is stored in the run's directory, or else a new link."""
     try:
         kept = json.loads((run_dir / _SHARE_FILE).read_text())
         key, port = kept["key"], kept["port"]
@@ -109,7 +109,7 @@ class PageLinks:
 
 
 def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
-    """Add the middleware that admits links and cookies to `app`. It must run before the gate, so add the gate first.
+    """Add the middleware that admits links and cookies to `app`. Call this after `guard`, so it runs before the gate.
 
     `share_key` is the permanent link's key; empty if there is none.
     """
@@ -169,7 +169,7 @@ class _Door:
         return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        # A bearer token is left for the gate to check.
+        # Let requests with a bearer token pass, because the gate checks the token.
         if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
         return _ask_for_key(scope)
@@ -185,9 +185,9 @@ class _Door:
 
 
 def _link_in(query: bytes) -> tuple[str, str]:
-    """Return `key` or `share` with its value, or two empty strings if the query has neither.
+    """Return the name `key` or `share` and its value in the query; two empty strings if the query has neither.
 
-    If the value is a whole link, pasted into the field for a key, the link's key is used.
+    A user may paste a whole link where a key is expected; then the name and value in that link are returned.
     """
     try:
         fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
@@ -204,7 +204,7 @@ def _link_in(query: bytes) -> tuple[str, str]:
 def _welcome(scope: Scope, cookie: str, value: str) -> Response:
     there = Response(status_code=303, headers={"location": "/"})
     if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-        # A user who follows the link from another site would lose the strict cookie in a redirect, but not in a reload.
+        # After a click on another site, browsers send no strict cookie in a redirect, but they send it after a reload.
         there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
     there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
     return there

@@ -29,15 +29,15 @@ from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 
 _MOST_METRICS: Final = 64
-#: Maximum age of the controller's status in seconds; longer than the polling interval, so that the cache is used.
+#: Seconds for which the controller's cached status is used; longer than the interval at which it is polled.
 _STATUS_S: Final = STATE_S + 1.0
-#: Up to this many steps are computed within the event loop: that takes a few milliseconds.
+#: Number of steps that are prepared within the event loop, which takes milliseconds; more are prepared in a thread.
 _FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
 _Metrics = Annotated[str, Query(max_length=10_000)]
 _Points = Annotated[int, Query(ge=2, le=4000)]
-#: Query parameter in seconds since the run began.
+#: Type of a query parameter: a time in seconds since the run began.
 _Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
@@ -183,7 +183,7 @@ def _steps(
     since: int | None = None,
     marked: int = 0,
 ) -> dict[str, Any]:
-    """Return columns of the steps after step `since`, and chart marks without the first `marked` ones."""
+    """Return the metrics of the steps after step `since`, and the chart marks except the first `marked` ones."""
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
@@ -203,7 +203,7 @@ def _steps(
 
 
 def _names(metrics: str) -> list[str]:
-    """Parse the figures' names in a query; `%2C` stands for a comma within a name."""
+    """Parse a comma-separated list of metric names in a query; `%2C` stands for a comma within a name."""
     names = [name.replace("%2C", ",") for name in metrics.split(",") if name]
     if len(names) > _MOST_METRICS:
         raise HTTPException(422, f"metrics must be at most {_MOST_METRICS} names, got {len(names)}")
@@ -241,9 +241,9 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the recipe keys whose values differ, each with its value in every recipe or None.
+    """Return the keys whose values differ between recipes, each with its value in every recipe (None if missing).
 
-    `made` holds the non-default settings of each recipe; keys that are in none of them are left out.
+    `made` holds the non-default settings of each recipe; keys that have their default in all recipes are left out.
     """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
     paths = sorted({path for each in made for path, _ in _flat(each, "")})
@@ -255,7 +255,7 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of nested tables and lists; list members go by their `name` if they have one."""
+    """Yield (dotted path, value) of nested tables and lists; the path identifies a table in a list by its `name`."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):
@@ -266,7 +266,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def add_timeline(app: FastAPI, pages: Pages) -> None:
-    """Add the route of a run's timeline: its lanes over a time window, at most one piece per pixel."""
+    """Add the route of a run's timeline: rows of spans in a time window, drawn in a width of `points` pixels."""
 
     @app.get("/api/timeline")
     def timeline(

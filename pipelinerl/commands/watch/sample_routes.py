@@ -20,7 +20,7 @@ from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, 
 from pipelinerl.system.http_service import refusal
 
 _BRIEF: Final = 200
-#: Maximum characters that a list shows of each prompt.
+#: Maximum number of characters shown of each prompt in a list of samples.
 _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
@@ -33,7 +33,7 @@ _Group = Annotated[str, Path(max_length=64)]
 
 
 class Rank(StrEnum):
-    """The sort key of samples."""
+    """The value by which a list of samples is sorted."""
 
     TIME = "time"
     STEP = "step"
@@ -44,7 +44,7 @@ class Rank(StrEnum):
 
 
 class Order(StrEnum):
-    """The sort order."""
+    """The order in which a list of samples is sorted."""
 
     ASCENDING = "asc"
     DESCENDING = "desc"
@@ -182,7 +182,7 @@ def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
 
 
 def differing_parts(texts: Sequence[str], most: int) -> list[str]:
-    """Return each text without the words that all texts share at start and end, in about `most` characters.
+    """Return each text without the words that all texts share at start and end, cut to about `most` characters.
 
     If all texts are equal, their end is returned, because prompts usually end with the question.
     """
@@ -207,7 +207,7 @@ def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
-    """Return columns with one entry per token, the prompt's tokens first."""
+    """Return lists (ids, texts, log-probs, …) with one entry per token: the prompt's tokens, then the answer's."""
     prompt, tokens = group.prompt_tokens, answer.tokens
     ids = [*(prompt.ids if prompt else ()), *tokens.ids]
     texts = [*(prompt.texts if prompt else ()), *tokens.texts]
@@ -244,10 +244,10 @@ def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str,
 
 
 def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | None, ...]:
-    """Return for each token why the trainer's log-prob differs from the sampler's, as in `numerics.causes`.
+    """Return for each token why the trainer's log-prob differs from the sampler's; None for tokens not sampled.
 
-    This depends on the token's version, the first version of its turn, and the version `held` by the trainer. It is
-    None for tokens that were not sampled.
+    As in `numerics.causes`, the cause depends on the version that sampled the token, the version that sampled the first
+    token of its turn, and the version `held` by the trainer.
     """
     causes: list[Cause | None] = []
     first: int | None = None

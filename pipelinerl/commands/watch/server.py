@@ -1,4 +1,4 @@
-"""The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists the routes.
+"""The web server of `pipelinerl watch`: files and JSON for a browser; docs/use/watching.md lists the routes.
 
 It shows what `Follower` has read from the runs' files, and sends changes to the runs' controllers. No process of a run
 depends on it. It generates no HTML: the page consists of static files that fetch JSON.
@@ -48,21 +48,21 @@ from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 #: Maximum number of pages that may listen at the same time.
 SEATS: Final = 32
-#: Seconds without data after which a comment is sent, because proxies close silent connections.
+#: Seconds without an event after which an SSE comment is sent, because proxies close silent connections.
 _SILENCE_S: Final = 15.0
 
 
 def add_stream(app: FastAPI, pages: Pages) -> None:
     """Add `/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
-    A listener sleeps until the feed wakes it, and sends its place as `Last-Event-ID` when it reconnects. FastAPI's
-    event generators are not used: they build a model per listener and event, and fail if a client disconnects within
-    an event.
+    A listener sleeps until the feed wakes it. When it reconnects, it sends the id of its last event, `Last-Event-ID`.
+    FastAPI's event generators are not used: they build a model per listener and event, and fail if a client disconnects
+    within an event.
     """
     seats = asyncio.BoundedSemaphore(SEATS)
 
     async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
-        pages.of(number)  # checked before the response begins, so that an unknown run gets its own status code
+        pages.of(number)  # answers 404 for an unknown run, which is impossible once the response has begun
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:
@@ -105,7 +105,7 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Return the entries as frames of server-sent events; if there are many steps, one notice replaces them."""
+    """Encode the entries as server-sent events; if there are many steps, one event asks the page to refetch them."""
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)
@@ -131,10 +131,10 @@ def create_page(
     read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
-    """Return the application, which reads the runs' files while it is being served.
+    """Return the web application; while it runs, a thread reads the runs' files.
 
     Args:
-        token: bearer token of programs; browsers receive it as a cookie from a link.
+        token: bearer token for programs; browsers that open a link receive the token as a cookie.
         share_key: key of the permanent read-only link; empty if there is none.
     """
 
@@ -174,7 +174,7 @@ def _add_files(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    # Files are looked up by bare name, so that files elsewhere are never served.
+    # Look the name up among the files of the folder: a path such as `../x` then serves nothing.
     known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
     if name not in known:
         raise HTTPException(404, "the page has no such file")
@@ -184,7 +184,8 @@ def _file(name: str) -> Response:
 
 # --- routes that change a run -----------------------------------------------------------------------------------------
 #
-# `/api/knobs`, `/api/engines`, `/api/stop`. Without a controller they refuse changes and show the event log's state.
+# The routes are `/api/knobs`, `/api/engines` and `/api/stop`. Without a controller, they refuse changes and show the
+# state in the event log.
 
 _EFFECTIVE: Final = "at the next step boundary"
 
@@ -216,7 +217,7 @@ class EngineReplaced(BaseModel):
 
 
 class RunEnding(BaseModel):
-    """Request to end a run: stop it, or suspend it for a later resume."""
+    """Request to end a run: stop the run, or suspend it so that it can be resumed."""
 
     suspend: bool = False
 
@@ -296,7 +297,7 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return whether this client may change the run, as JSON values, and the controller's status if one answers."""
+    """Return whether this client may change the run, or why not, and the controller's status if it answers."""
     if watched.run.view.state:
         status, why_not = None, "the run is over"
     else:

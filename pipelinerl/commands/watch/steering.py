@@ -30,7 +30,7 @@ from pipelinerl.roles.wiring import knobs_of
 T = TypeVar("T")
 
 _TIMEOUT_S: Final = 5.0
-#: Minimum interval between status requests; pages ask more often.
+#: Minimum seconds between two status requests to the controller; requests of pages in between get the cached status.
 _STATUS_S: Final = 1.0
 _READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so its links cannot change the run"
 _SHARED: Final = "this is a shared link, which is read-only"
@@ -52,7 +52,7 @@ _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"
 
 
 class CannotSteer(UserError):
-    """No controller answers, or this page may not change the run."""
+    """A change of the run is impossible: no controller answers, or this page may not change the run."""
 
 
 @final
@@ -77,7 +77,7 @@ class Steering:
             return self._status
 
     def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
-        """Return the cached status in a tuple; None if it is older than `max_age_s`. Never sends a request."""
+        """Return the cached status, which may be None, in a tuple; None if the cache is older than `max_age_s`."""
         return (self._status,) if time.monotonic() - self._requested_at < max_age_s else None
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Steering:
                 self._client = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
             return self._client.status()
         except UserError:
-            self._hang_up()  # the controller may restart at another address, which the next request reads
+            self._hang_up()  # reconnect next time, because the controller may restart at another address
             return None
 
     def _hang_up(self) -> None:
@@ -100,7 +100,7 @@ class Steering:
             self._client = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
-        """Return why changes are refused; empty if they are allowed. `looks_only` means a read-only client."""
+        """Return why this client may not change the run; empty if it may. `looks_only` means a read-only client."""
         if self.read_only or looks_only:
             return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
@@ -114,7 +114,7 @@ class Steering:
         return self._changing(lambda controller: controller.change_knobs(changes))
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the messages with which the controller would refuse the changes, each with its knob's name.
+        """Return the errors with which the controller would refuse the changes, each with the name of its knob.
 
         The name is empty if only the combination of changes is invalid; the list is empty if all would be accepted.
         """
@@ -128,7 +128,7 @@ class Steering:
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
-        """Return the step of a knob's slider if it depends on the recipe, otherwise an empty table."""
+        """Return the increment of a knob's slider if the increment depends on the recipe, otherwise an empty table."""
         if name != "rollouts_per_step":
             return {}
         try:
@@ -149,7 +149,7 @@ class Steering:
         return self._changing(lambda controller: controller.request_engines(type, replaces=engine, grace_s=grace_s))
 
     def drain(self, engine: str, grace_s: float) -> None:
-        """Let the engine finish its requests, then remove it."""
+        """Remove the engine once it has finished its running requests."""
         self._changing(lambda controller: controller.drain_engine(engine, grace_s=grace_s))
 
     def remove(self, engine: str) -> None:
@@ -184,7 +184,7 @@ class Steering:
 
 
 def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a knob's value with its description and limits, as the page draws it; `more` overrides entries."""
+    """Return a knob's value with its description and limits, for the page; entries of `more` take precedence."""
     description: dict[str, Any] = {
         "name": name, "value": value, "kind": "number", "least": None, "most": LARGEST, "whole": name in _WHOLE,
         "log": False, "may_be_infinite": False, "step": 1 if name in _WHOLE or name == "k" else None, "unit": "",
@@ -228,10 +228,10 @@ def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fleet_values(fleet: FleetStatus) -> dict[str, Any]:
-    """Return the fleet as JSON values."""
+    """Return the run's engines and their states as JSON values."""
     told: dict[str, Any] = msgspec.to_builtins(fleet)
     return told
 
 
-#: Default time that a leaving engine has for its requests.
+#: Default seconds in which a leaving engine may finish its requests.
 GRACE_S: Final = routes.GRACE_S

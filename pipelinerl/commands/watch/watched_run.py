@@ -1,4 +1,4 @@
-"""`WatchedRun`: one run on the page, with the state read from its files so far and the feed of its listeners.
+"""`WatchedRun`: one run on the page: the state that its files contain as far as they were read, and a feed of events.
 
 The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Each response
 says which share of the files it covers. `Pages` are the runs of one server, with the connections to their controllers.
@@ -38,7 +38,7 @@ from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.samples.reading import FOLDER
 
 _MOST: Final = 2000
-#: Number of entries above which a listener receives one notice to refetch the steps, instead of every step.
+#: A listener that lags by more entries than this receives one request to refetch the steps, instead of every step.
 _FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
 #: Delay before a disconnected browser reconnects, in milliseconds.
@@ -47,7 +47,7 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event of the feed: its place and the bytes sent to each listener; `step` if the event is a step."""
+    """One event of the feed: its id (`place`), the bytes sent to each listener, and the step if the event is one."""
 
     place: str
     frame: bytes
@@ -56,19 +56,21 @@ class FeedEntry:
 
 @final
 class Feed:
-    """Recent events of a run, for all its listeners; bounded even if a listener is slow; thread-safe.
+    """Recent events of a run, for all its listeners (open pages); bounded even if a listener is slow; thread-safe.
 
-    A listener remembers its place, which is the number of the last event that it received, and has a bell: an asyncio
-    event, set when there are more events. A reconnecting listener sends its place and receives the missed events, or a
-    notice that they are no longer kept. All bells ring at the same moment, so that pages send the same requests at the
-    same time and share cached responses.
+    A listener remembers its place, the id of the last event that it received, and has a bell: an asyncio event, which
+    is set when there are more events. When a listener reconnects, it sends its place and receives the missed events,
+    or a notice that these are no longer kept. All bells ring at the same moment, so that pages send the same requests
+    at the same time and share cached responses.
     """
 
     def __init__(self, run: int) -> None:
         self._run = run
-        self._life = f"{time.time_ns():x}"  # unique, so that places from before a restart of the server are detected
+        # Part of each place, so that places from before a restart of the server are recognised.
+        self._life = f"{time.time_ns():x}"
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
-        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener inside any call
+        # Reentrant, because garbage collection may close a listener while a method holds the lock.
+        self._lock = threading.RLock()
         self._number = 0
         self._rung = 0
         self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
@@ -120,7 +122,7 @@ class Feed:
 
 
 def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
-    """Return one server-sent event; a client that loses its connection after the event reconnects with `place`."""
+    """Return one server-sent event with the id `place`, which a client sends when it reconnects after this event."""
     return _frame(name, as_json(data), place)
 
 
@@ -137,19 +139,19 @@ def as_json(value: Any) -> bytes:
 
 
 def step_figures(event: Event) -> dict[str, Any]:
-    """Return a step's plain figures; nested figures, such as those by domain, are left out."""
+    """Return a step's plain metrics; nested metrics, such as those by domain, are left out."""
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 
 
 def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return the steps (before the first, last) that one notice should replace; None if there are few entries."""
+    """Return (first step − 1, last step) of the entries if one notice should replace them; None for few entries."""
     steps = [entry.step for entry in entries if entry.step is not None]
     return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
 
 
 log = logging.getLogger("pipelinerl")
 
-#: Seconds between two reads of the files, and so between two notifications of pages.
+#: Seconds between two reads of the files; pages are notified after each read.
 _POLL_S: Final = 0.5
 #: Seconds of pause after each piece of a long log, so that other threads can run.
 _BREATH_S: Final = 0.001
@@ -183,12 +185,12 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """The run's name, or its directory's name until the log contains the run's name."""
+        """The run's name by its event log, or its directory's name until the log contains the run's name."""
         return str(self.view.started.get("run") or self.run_dir.resolve().name)[:200]
 
     @property
     def loading(self) -> dict[str, float]:
-        """Shares of the event log and of the samples that have been read, 0 to 1."""
+        """The shares, 0 to 1, of the event log and of the sample files that have been read."""
         return {"events": round(self._tail.share, 4), "samples": round(self.samples.share, 4)}
 
     def recipe(self) -> dict[str, Any]:
@@ -249,7 +251,7 @@ class WatchedRun:
         for event in piece.events:
             try:
                 self._take(event, live=live)
-            except Exception:  # untrusted input: one malformed event must not break the whole page
+            except Exception:  # the log is untrusted: one malformed event must not break the page
                 log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
@@ -322,7 +324,7 @@ def _plain(value: Any) -> Any:
 #: Seconds between two polls of the controllers, while a page listens.
 STATE_S: Final = 2.0
 
-#: Query parameter with the number of the requested run.
+#: Type of a query parameter: the number of the requested run.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
 
 
@@ -330,11 +332,11 @@ def _looks_only(request: Request) -> bool:
     return bool(getattr(request.state, "looks_only", False))
 
 
-#: True if the request comes from a read-only link.
+#: Type of a parameter that is True if the request comes from a read-only link.
 LooksOnly = Annotated[bool, Depends(_looks_only)]
-#: Query parameter with a name to filter by.
+#: Type of a query parameter: a name by which results are filtered.
 Name = Annotated[str | None, Query(max_length=500)]
-#: Query parameter with a step or a model version.
+#: Type of a query parameter: a step or a model version.
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 
@@ -348,14 +350,14 @@ class Watched:
 
 @final
 class Pages:
-    """All runs of one server."""
+    """The runs that one server shows, each with its connection to the controller."""
 
     def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
         self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
         self._noted_at = -math.inf
 
     def of(self, number: int) -> Watched:
-        """Return the run of that number; answer 404 if there is none."""
+        """Return the run with this number; raise HTTPException 404 if there is none."""
         if number >= len(self.all):
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
         return self.all[number]

@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine: its memory, and the disk space that a run needs, checked before it begins."""
+"""The disk space that a run needs, checked before it begins, and defaults that depend on the machine's memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BESIDE: Final = 256 * 2**20
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
     """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both moments."""
     trainer = predicted.trainer
-    if trainer is None:  # this trainer's state is not predicted: assume four times the model's size
+    if trainer is None:  # not predicted for this trainer: assume four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
     count, trained = trainer.shape.count, trainer.adapters if trainer.rank else trainer.shape.count
     state = (12 if trainer.moments is MomentDType.FP32 else 8) * trained * (2 if trainer.values else 1)
@@ -45,7 +45,7 @@ def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
 
 
 def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return the maximum size of the run directory: the checkpoints, one more while it is written, samples and logs."""
+    """Return the maximum size of the run directory: kept checkpoints, one that is being written, samples and logs."""
     made = math.ceil(config.run.steps / config.checkpoint.interval_steps) + 1
     kept = min(made, config.checkpoint.keep + config.checkpoint.keep_best + 1)
     samples = config.samples.max_bytes if config.samples.log == "on" else 0
@@ -76,7 +76,7 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | No
     place = place or config.run_directory
     written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)
-    if needed <= free or free == 0:  # 0 means a pseudo file system; making the directory shows if it is full
+    if needed <= free or free == 0:  # a pseudo file system reports 0; if it is full, creating the directory fails
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     fewer = {"keep": 1, "keep_best": 0}
@@ -95,10 +95,10 @@ def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path
         raise UserError(sentence)
 
 
-#: Fraction of a device's memory that the predicted part may fill; libraries, stream server and verifiers use the rest.
+#: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Engines that cast weights to the recipe's dtype.
+#: Engine types that cast weights to `engine.dtype`, so that `auto` can be replaced.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
@@ -108,7 +108,7 @@ def host_memory() -> int:
 
 
 def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Replace `auto` values in the recipe; `limits` are bytes by kind of process, as in `prediction.lines`.
+    """Replace `auto` values in the recipe; `limits` holds bytes by kind of process, as in `prediction.lines`.
 
     A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
     """

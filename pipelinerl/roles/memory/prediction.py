@@ -28,7 +28,7 @@ from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
 _SHARDS: Final = (2, 4, 8, 16, 32, 64)
-#: Bits of a quantised weight by format; the few scales per row are neglected.
+#: Bits of a quantised weight by format; the scale of each row is neglected.
 _BITS: Final = {"int8": 8, "int4": 4}
 
 
@@ -50,7 +50,7 @@ class EngineMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes on each device, by purpose."""
+        """Bytes on each device, by purpose (weights, receive buffer, …)."""
         shape, size = self.shape, BYTES[self.dtype]
         linear = sum(map(math.prod, shape.linear.values()))
         saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
@@ -74,18 +74,18 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on each device."""
+        """Bytes on each device, for all purposes together."""
         return sum(self.parts.values())
 
     @property
     def least(self) -> int:
-        """Bytes on each device with keys and values of one sequence; the cache takes what is left."""
+        """Bytes on each device with a KV cache for one sequence, the least that an engine needs to start."""
         cache = self.parts["keys and values"]
         return self.total - cache + -(-cache // self.slots)
 
     @property
     def host(self) -> int:
-        """Bytes on the host, in memory that all of the engine's processes share."""
+        """Bytes of host memory, which all processes of the engine share."""
         if not self.staged_on_host:
             return 0
         converted = self.shape.count * BYTES[self.wire] if self.wire is not self.dtype else 0
@@ -93,16 +93,16 @@ class EngineMemory:
 
 
 class Footprint(Protocol):
-    """Memory of a process on each of its devices."""
+    """The memory that a process needs on each of its devices, and on the host."""
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes by purpose."""
+        """Bytes on each device at the peak, by purpose (weights, gradients, …)."""
         ...
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Bytes on each device at the peak."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Footprint(Protocol):
 
     @property
     def host(self) -> int:
-        """Bytes on the host that are not in `total`."""
+        """Bytes of host memory, in addition to `total`."""
         ...
 
 
@@ -185,7 +185,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
 
 
 def trainable(prediction: MemoryPrediction) -> str | None:
-    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all train or no trainer is predicted."""
+    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None without LoRA or without a prediction."""
     trainer = prediction.trainer
     if trainer is None or not trainer.rank:
         return None
@@ -228,9 +228,10 @@ def _of_all(prediction: MemoryPrediction) -> int:
 
 
 def _advice(footprint: Footprint, limit: int) -> str:
-    """Return all changes that suffice on their own; if none does, the one that saves most, and the memory it leaves."""
+    """Return advice: every single change with which the process fits, or else the change that saves the most memory."""
     tried = list(_changes(footprint))
-    enough: dict[str, str] = {}  # the smallest sufficient change of each knob, by the knob's name
+    # For each key of the recipe, the smallest change of the key with which the process fits.
+    enough: dict[str, str] = {}
     for name, changed in tried:
         if changed.total <= limit:
             enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
@@ -244,7 +245,7 @@ def _advice(footprint: Footprint, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """All processes of a machine without GPUs, as one footprint."""
+    """The footprint of all processes of a machine without GPUs together."""
 
     prediction: MemoryPrediction
 

@@ -1,22 +1,23 @@
 """Peak device memory of the torch trainer, in closed form from sizes alone.
 
 The peak is in a backward pass after the first backward pass of a step: the device then holds all gradients and
-everything that the forward pass kept. A layer keeps, per token, with H hidden, Q and K the width of queries and of
-keys, I the MLP's:
+everything that the forward pass kept. Per token, a layer keeps the following numbers of values. H is the hidden size;
+Q, K and I are the widths of the queries, the keys and the MLP:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
                4 I (5 I if it is not gated); training of RMS norms' weights 2 H, and 2 (Q + K) if heads have norms
     in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
                and its weight in bf16 until its backward pass
 
-If engines round weights, passes compute with the rounded ones, which exist in addition: in bf16 those of linear layers,
-which then need no casts, and in fp32 the others.
+If engines round weights, forward and backward passes compute with a rounded copy of the weights: those of linear
+layers in bf16, which then need no casts, and the others in fp32.
 
-If the optimizer's state is on the host, the moments are there, and in bf16 also the fp32 masters of linear layers. The
-device then holds bf16 weights in place of these masters, and passes make no further bf16 copies of them.
+If the optimizer's state is on the host, the moments are in host memory. In bf16, so are the fp32 master weights of
+linear layers; the device then holds their bf16 weights instead, and passes make no further bf16 copies.
 
-Padding to buckets adds a tenth to what attention keeps. With checkpointing, a layer keeps only its input, and one layer
-at a time keeps everything. The output layer holds three times its logits in its backward pass.
+Padding sequences to buckets adds a tenth to what attention keeps. With gradient checkpointing, a layer keeps only its
+input, and only one layer at a time keeps everything. In its backward pass, the output layer holds three times its
+logits.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Number of logits held at once, as in `numerics.torch_logprobs`, which is not imported because it imports torch.
+#: Number of logits computed at once: the value of `numerics.torch_logprobs`, whose import would load torch.
 LOGITS_AT_ONCE: Final = 2**24
-#: Factor for the padding of sequences to buckets of similar lengths.
+#: Factor by which padding sequences to buckets of similar lengths increases what attention keeps.
 _PADDING: Final = 1.1
-#: Number of arrays of the logits' size that are held: log-softmax, its gradient, and the gradient of the logits.
+#: Number of arrays of the logits' size in memory: log-softmax, its gradient, and the gradient of the logits.
 _LOGITS_HELD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer whose model is divided over `shards` processes, whatever the replicas.
+    """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not count.
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
-    same size is loaded as well; `references` counts frozen models; `moments` and `place` are about optimizer state.
+    same size is loaded as well; `references` counts frozen models; `moments` is the dtype of the optimizer's moments,
+    `place` where they are.
     """
 
     shape: ModelShape
@@ -66,7 +68,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes at the peak, by purpose."""
+        """Bytes on the device at the peak, by purpose."""
         values = 2 if self.values else 1
         bases = 1 if self.rank and self.shards == 1 else values + self.references
         sizes = {
@@ -83,7 +85,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Bytes on the device at the peak."""
         return sum(self.parts.values())
 
     @property
@@ -139,7 +141,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of one copy of the model; on a mesh, of a shard, two gathered layers and the outer parameters."""
+        """Bytes of the model's weights; on a mesh, of the own shard, two gathered layers and the outer parameters."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -153,12 +155,12 @@ class TrainerMemory:
 
     @property
     def _outer(self) -> int:
-        """Number of parameters outside of layers' matrices: embeddings, an output layer, and all norms."""
+        """Number of parameters that are in no layer's matrices: embeddings, an output layer, and all norms."""
         return self.shape.count - self._layer * self.shape.layers
 
     @property
     def _gradients(self) -> int:
-        """Bytes of all gradients, or of a shard plus a layer and the outer parameters, which are in transfer."""
+        """Bytes of gradients: all, or the own shard's plus those in transfer (a layer, the outer parameters)."""
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -176,15 +178,15 @@ class TrainerMemory:
 
     @property
     def _narrow(self) -> int:
-        """Number of parameters that passes read in bf16, from the weights as engines hold them."""
+        """Number of parameters that passes read in bf16, because the copy that engines hold is in bf16."""
         is_whole = self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
 
     @property
     def _served(self) -> int:
-        """Bytes of the policy's weights as engines hold them, if engines round them: passes compute with these.
+        """Bytes of the weights rounded as in engines, with which passes compute; 0 if engines do not round.
 
-        On a mesh the shards hold them meanwhile, and a copy keeps the shards' own values.
+        On a mesh the shards hold the rounded weights during the passes, and the copy keeps the shards' unrounded ones.
         """
         if self.rank or self.wire is WeightDType.FLOAT32:
             return 0
@@ -221,12 +223,13 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes that the output layer needs, or a layer's backward pass if it needs more."""
+        """Bytes that the output layer's pass needs, or a layer's backward pass if that needs more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:  # in pieces, which sum the weight's gradient in fp32; bf16 needs as much again
+        if whole > LOGITS_AT_ONCE:
+            # The layer computes in pieces and sums the weight's gradient in fp32; bf16 needs twice the memory for it.
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)
@@ -236,7 +239,7 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """Bytes of the largest parameter in the dtype that is sent. Adapters are first merged into it in fp32."""
+        """Bytes to gather the largest parameter in the dtype that is sent; adapters are merged into it in fp32."""
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

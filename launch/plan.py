@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from launch.hosts import LOCALHOST, Host
@@ -44,6 +44,8 @@ _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
 #: Limits each look-up of a host name to two tries of 1 s; the C library's default is two tries of 5 s. torch's TCPStore
 #: looks up the name of each peer that connects, so a name that no server knows delays every new weight group.
 _RESOLVER = "timeout:1 attempts:2"
+#: Seconds that the tracker has for its last uploads, a little more than it takes at most (`roles.tracker_role`).
+_UPLOAD_S: Final = 65.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class ProcessSpec:
         after: names of the processes that must be healthy before this one is started.
         restarts: how often the process may be restarted; uptime restores the budget.
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
+        grace_s: seconds from SIGTERM to SIGKILL, if longer than the launcher's own.
         group: name of a group whose processes are all restarted if one of them dies; None without a group.
         cpu: cores that the process may run on; None for all.
     """
@@ -70,6 +73,7 @@ class ProcessSpec:
     on_exit: OnExit = OnExit.RESTART
     restarts: int = 3
     stop_order: int = 0
+    grace_s: float = 0.0
     group: str | None = None
     cpu: tuple[int, ...] | None = None
     host: str = LOCALHOST.name
@@ -325,7 +329,7 @@ def processes_of(launch: Launch) -> Plan:
         *(launch.trainer_rank(rank) for rank in range(1, config.trainer_processes)),
         *several(roles.verifier, config.verification.services),
         *several(roles.actor, config.actor.count),
-        *([launch.spec(roles.tracker, "tracker")] if config.trackers.chosen else []),
+        *([launch.spec(roles.tracker, "tracker", grace_s=_UPLOAD_S)] if config.trackers.chosen else []),
     ))  # fmt: skip
 
 

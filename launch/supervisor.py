@@ -343,14 +343,15 @@ class Supervisor:
     def _stop_together(self, stage: list[Process]) -> None:
         for process in stage:
             process.ask_to_stop()
-        deadline = time.monotonic() + self._grace_s
+        grace_s = max(self._grace_s, *(process.spec.grace_s for process in stage))
+        deadline = time.monotonic() + grace_s
         while any(process.exit_status() is None for process in stage):
             if time.monotonic() > deadline or self._interrupts >= 2:
                 break
             time.sleep(_TICK_S)
         for process in stage:
             if process.exit_status() is None and self._interrupts < 2:
-                self._announce(f"{process.spec.name} did not stop within {self._grace_s:g} s; killing it")
+                self._announce(f"{process.spec.name} did not stop within {grace_s:g} s; killing it")
             self._forget(process)
             process.state = State.ENDED
 

@@ -40,7 +40,7 @@ _POLL_S: Final = 0.5
 _FIRST_RETRY_S: Final = 1.0
 _RETRY_S: Final = 30.0
 #: Deadline in seconds for forwarding the last events after a stop, including the uploads of W&B and trackio. The
-#: launcher kills the process after `launch.grace_s`, which is usually earlier.
+#: launcher kills the process a little later (`launch.plan`).
 _END_S: Final = 60.0
 
 

@@ -281,6 +281,16 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path:
     assert time.monotonic() - start < SOON_S
 
 
+def test_process_with_a_longer_grace_period_of_its_own_may_finish_its_work(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "slow.log"
+    slow = """import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint('up', flush=True)
+signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
+    main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
+    specs = [_spec("slow", slow, grace_s=SOON_S), _spec("main", main, on_exit=OnExit.COMPLETE)]
+    _, said = _run(specs, tmp_path, grace_s=0.1)
+    assert said == [] and log.read_text().split() == ["up", "done"]
+
+
 def test_second_ctrl_c_kills_all_processes_at_once(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     interrupted_at: list[float] = []

@@ -116,7 +116,7 @@ class Texts:
 async def asks_a_text(task, client):
     await client.chat("hello")
 """
-#: The second answer is correct.
+#: The correct answer, which the scripted model gives in the second turn.
 SECOND = "b"
 
 
@@ -205,7 +205,7 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
 
 
 class Ages(Unwatched):
-    """Counts how often the group's age begins."""
+    """Counts how often the age of the group is restarted."""
 
     def __init__(self) -> None:
         self.began = 0
@@ -217,7 +217,7 @@ class Ages(Unwatched):
 async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `_GroupAge`, each later turn would restart the age."""
+    """The test also removes `_GroupAge`: then each later turn restarts the age of the group."""
 
     async def began() -> int:
         ages = Ages()
@@ -231,7 +231,7 @@ async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     assert await began() == 2
 
 
-async def test_episode_that_returns_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
+async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 

@@ -38,7 +38,7 @@ BROAD_EXCEPT_ALLOWED = (
     "trainer_contract/conformance/__init__.py",
     *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code may raise any exception
     "pipelinerl/models/directory_files.py",  # libraries may raise any exception for foreign files
-    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main of a process and of its programs
+    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
     "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
     "pipelinerl/environments/episode_host.py",  # the main function of a process; user code may raise any exception
@@ -65,7 +65,7 @@ CODE_ALLOWED = {
     "pipelinerl/verifiers/oubliette/guest/program.py": "runs in a guest, and becomes the program that it runs"
 }
 
-#: Third-party bases that a library requires, by file.
+#: By file, the third-party classes from which its classes must inherit because a library requires it.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
@@ -105,15 +105,16 @@ OPENS_HTTP = {
     "inference_contract/conformance/session.py": "the kit stands alone, and checks engines that are not ours",
 }
 
-#: What the launcher may import from rooms that are otherwise closed to it.
+#: Prefixes of the names that the launcher may import from rooms (packages) that it otherwise must not import.
 LAUNCH_ALLOWED = ("pipelinerl.config.recipe.", "pipelinerl.roles.catalogue", "pipelinerl.roles.role.")
 
 Problems = Iterator[str]
 
 
 def imports_go_down(module: Module) -> Problems:
-    """A room imports lower floors only; rooms on one floor do not import each other; contracts are importable
-    everywhere.
+    """A room (package) imports only rooms on lower floors (layers of the architecture).
+
+    Rooms on the same floor do not import each other. Every room may import the contracts.
     """
     here = room_of(module.name)
     if here is None:
@@ -162,11 +163,11 @@ def contracts_are_light(module: Module) -> Problems:
 
 
 def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
-    """A file that imports torch is called torch_something, or is listed."""
+    """A file that imports a heavy library, such as torch, has its name in the path, or is listed in `HEAVY_ALLOWED`."""
     if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
         return
     words = set(re.split(r"[_/.]", module.path))
-    # transformers and accelerate are torch libraries, optax and tensorstore jax ones: the same file may hold them.
+    # Libraries on top of torch or jax: a file that is named for torch or jax may import them, too.
     kin = {
         "transformers": "torch",
         "accelerate": "torch",
@@ -284,7 +285,7 @@ def nothing_is_mocked(module: Module) -> Problems:
 
 
 def implementation_is_not_inherited(module: Module) -> Problems:
-    """Bases are protocols, enums, errors and records; methods come by composition. A Protocol may extend a Protocol."""
+    """Classes inherit only from protocols, enums, errors and records, not from classes with methods."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ClassDef) or any(_dotted(base) == "Protocol" for base in node.bases):
             continue

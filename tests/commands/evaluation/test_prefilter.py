@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def answers(body: dict[str, Any]) -> str:
-    """Answer correctly for 0, never for 1, and otherwise for about half of the seeds."""
+    """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and else correctly for odd seeds."""
     last = body["messages"][0]["content"][-1]
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
@@ -71,7 +71,9 @@ def test_interrupted_prefilter_does_not_ask_answered_problems_again(tmp_path: Pa
         report = asked(url, config, whole)
         asked(url, config, broken)
         lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
-        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])  # killed while writing the sixth
+        (broken / ANSWERS).write_bytes(
+            b"".join(lines[:6]) + lines[6][:9]
+        )  # as if killed while it wrote the sixth answer
         fake.bodies.clear()
         again = asked(url, config, broken)
     assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
@@ -88,7 +90,9 @@ def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, c
     assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
 
 
-def test_answers_of_a_model_that_was_rewritten_belong_to_another_question(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(
+    tmp_path: Path, config: RunConfig
+) -> None:
     target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
     weights.write_bytes(b"first")
     before = _question(target, config, samples=8, model="")
@@ -97,7 +101,7 @@ def test_answers_of_a_model_that_was_rewritten_belong_to_another_question(tmp_pa
     assert _question(target, config, samples=8, model="") != before
 
 
-def test_prefilter_retries_unanswered_problems_at_the_next_call(tmp_path: Path, config: RunConfig) -> None:
+def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers, failures=(400,))
     with in_thread(fake.app) as url:
         assert asked(url, config, tmp_path / "out", problems=6).unanswered == 1

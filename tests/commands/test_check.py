@@ -36,7 +36,7 @@ def with_domain(**domain: object) -> RunConfig:
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
-def test_check_warns_that_slow_domains_of_a_mixture_lose_groups() -> None:
+def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]

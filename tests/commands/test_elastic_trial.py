@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: scaling decisions on a run's events, by its recipe and with overrides."""
+"""`pipelinerl engines elastic` shows the scaling decisions that a rule would have made in a recorded run."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored:
     assert refused.exit_code == 2 and "leave out the argument" in refused.output
 
 
-def test_explain_reads_parts_of_rewards_from_json(stored: Callable[[Any], str]) -> None:
+def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[[Any], str]) -> None:
     parts = [["right", 1, 1], ["short", 0.5, -1]]
     file = stored({"rollouts": [ROLLOUT | {"parts": parts}, OTHER | {"parts": [["right", 0, 1], ["short", 0.5, -1]]}]})
     lines = explain("gdpo", "--rollout", file).splitlines()[-3:]
@@ -118,7 +118,7 @@ def test_explain_reads_parts_of_rewards_from_json(stored: Callable[[Any], str]) 
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of one step on orders 4 and 7; order 7 also has a copy from an abandoned epoch."""
+    """Return a run whose only step trained orders 4 and 7; its stream also has groups that this step did not train."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 

@@ -44,7 +44,7 @@ def followed(run: Path | str) -> Iterator[RunFollower]:
 
 @asynccontextmanager
 async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
-    """Yield the screen of a run once figures are shown."""
+    """Yield the screen of a run once it shows the metrics of that run."""
     from pipelinerl.commands.top.textual_app import TopApp
 
     with followed(run) as follower:

@@ -64,7 +64,7 @@ EVENTS: dict[str, Callable[[Fleet], object]] = {
 }
 _J, _H, _S, _R, _D, _X, _E = EngineLifecycle
 TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
-    #                 joining healthy suspect draining dirty dead expelled
+    # expected state after each event if the engine was: joining, healthy, suspect, draining, dirty, dead, expelled
     "join": (_J, _J, _J, _E, _J, _J, _J),
     "published": (_J, _H, _S, _R, _D, _X, _E),
     "proved": (_J, _H, _S, _R, _D, _X, _E),

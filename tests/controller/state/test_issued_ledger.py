@@ -40,7 +40,7 @@ def test_order_ledger_balances_after_any_history(history: list[tuple[str, int]])
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_unsettled_orders_are_those_failed_or_stale_that_the_trainer_has_not_counted(
+def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_not_counted(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -133,10 +133,13 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Return the ticks that the steps take, and the number of stale groups; an order takes three ticks, a step one."""
+    """Simulate `steps` steps; return the clock ticks that they take, and the number of stale groups.
+
+    Sampling a group takes three ticks, and a step takes one. `most` limits the extra orders.
+    """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
-    out: list[tuple[int, int]] = []  # (ends at, version)
+    out: list[tuple[int, int]] = []  # for each order in flight: the tick at which it ends, and its version
     ready: list[int] = []
     while version < steps:
         tick += 1

@@ -19,7 +19,7 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """Return the training curve, step by step."""
+    """Return the metrics of each step."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 

@@ -32,8 +32,8 @@ from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: Seconds per decode step and per training step. With SLOW the trainer waits for engines; with FAST the engines wait for
-#: the trainer.
+#: Seconds per decode step and per training step. With SLOW the trainer waits for engines, and with FAST the engines
+#: wait for the trainer.
 SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
 RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
 

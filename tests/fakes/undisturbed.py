@@ -28,13 +28,13 @@ LOCKSTEP = (
 
 
 class Kind(StrEnum):
-    """The model that a lockstep run trains."""
+    """The kind of lockstep run, named for the model that it trains."""
 
     TINY = "tiny"
     BIGRAM = "bigram"
 
     def arguments(self, directory: Path) -> list[str]:
-        if self is Kind.BIGRAM:  # it is slow enough to be disturbed before it ends
+        if self is Kind.BIGRAM:  # slowed down, so that a test can disturb the run before it ends
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)
 
@@ -48,7 +48,7 @@ def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
     folder = Path(gettempdir()) / f"undisturbed-{session}-{kind}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed or the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock is released when the file is closed or the process ends
         where = folder / "directory"
         if not where.exists():
             where.write_text(str(_made(kind, Path(mkdtemp(dir=folder))).directory))

@@ -74,7 +74,7 @@ def sampled(step: int, **fields: Any) -> SampleGroup:
 
 
 def of_episode(step: int) -> SampleGroup:
-    """Return a group with one episode: two turns of the main agent, a fork of its first turn, and one of a sub-agent."""
+    """Return a group with one episode: two turns of the main agent, a fork of the first, and a turn of a sub-agent."""
     turns = (
         TurnRecord(text="let me look", agent="main", length=4, begins="first"),
         TurnRecord(text="it is b", agent="main", length=3, context="the tool says b", reward=1.0, continues=1),

@@ -113,7 +113,7 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
 async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
     options: EngineOptions, endless: ChatTokenizer
 ) -> None:
-    """Non-finite weights corrupt the cache of every row."""
+    """While the weights are NaN, the KV cache of every row is corrupted; the next update must repair it."""
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
@@ -145,7 +145,7 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
 async def test_small_kv_cache_with_preemption_samples_the_same_tokens(
     options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
 ) -> None:
-    """Eight rows share room for two full contexts, so samples are preempted and continue, also after an update."""
+    """The cache of eight rows holds only two full contexts, so samples are preempted and continued."""
     same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
     requests = [
         ChatCompletionRequest(
@@ -183,7 +183,7 @@ def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
 
 
 @pytest.mark.gpu
-def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
+def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineOptions) -> None:
     """The last line restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))

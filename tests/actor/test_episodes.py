@@ -247,7 +247,7 @@ async def test_episode_is_restarted_once_if_its_host_dies(tmp_path: Path) -> Non
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_host_that_dies_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
     class Judged(Unwatched):
         judgements: Sequence[Judgement] = ()
 
@@ -289,7 +289,7 @@ async def test_order_fails_with_the_name_of_an_environment_that_cannot_be_loaded
             await maker.make(order(), Unwatched())
 
 
-async def test_last_model_answer_in_a_command_episode_is_judged(tmp_path: Path) -> None:
+async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"
@@ -311,14 +311,14 @@ async def test_last_model_answer_in_a_command_episode_is_judged(tmp_path: Path) 
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_failed_command_episode_reports_the_last_line_of_its_errors(tmp_path: Path) -> None:
+async def test_failed_episode_of_a_command_reports_the_last_line_of_its_error_output(tmp_path: Path) -> None:
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
     assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
 
 
-async def test_environment_may_return_messages_as_text_and_invalid_ones_are_rejected(tmp_path: Path) -> None:
+async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:
     async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
         (made,) = await maker.make(order(), Unwatched())
     assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())

@@ -57,7 +57,7 @@ def test_generated_program_problems_depend_only_on_the_index_and_splits_are_disj
     assert len(set(held_out)) == 40 and trained.isdisjoint(held_out)
 
 
-def test_operand_of_a_nested_operation_is_in_parentheses() -> None:
+def test_operand_of_a_nested_operation_in_a_generated_problem_is_in_parentheses() -> None:
     texts = [source(operations=2).problem(i).messages[0].content for i in range(200)]
     nested = [text for text in texts if "(" in text]
     assert nested and all(re.search(r"\((x|\d|the)[^()]*\)", text) for text in nested)

@@ -50,7 +50,7 @@ def test_instruction_problems_depend_on_seed_and_index_and_splits_are_disjoint()
     assert len(by_split[2]) == 60, "held-out problems are distinct"
 
 
-def test_higher_level_raises_the_numbers_that_instructions_require() -> None:
+def test_higher_difficulty_level_raises_the_numbers_that_instructions_require() -> None:
     kinds = ["length_constraints:number_sentences"]
     counts = [
         max(p.metadata["instructions"][0]["num_sentences"] for p in problems(100, level=level, kinds=kinds))

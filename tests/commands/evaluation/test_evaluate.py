@@ -91,7 +91,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, r
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_other_openai_server_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
+def test_server_other_than_our_engines_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -102,7 +102,7 @@ def test_other_openai_server_is_evaluated_by_the_texts_of_its_answers(recipe: Pa
     assert report.figures.length_mean == 1.0
 
 
-def test_evaluation_counts_problems_that_fail_and_continues(recipe: Path) -> None:
+def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400, 400))
     with in_thread(fake.app) as url:
         config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])

@@ -64,7 +64,9 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
 
 
-def test_interrupted_prefilter_does_not_ask_answered_problems_again(tmp_path: Path, config: RunConfig) -> None:
+def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answered(
+    tmp_path: Path, config: RunConfig
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
@@ -109,12 +111,12 @@ def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
-def test_invalid_band_of_pass_rates_is_rejected(text: str) -> None:
+def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
         Band.parse(text)
 
 
-def test_bands_of_pass_rates_are_parsed_and_named() -> None:
+def test_ranges_of_pass_rates_are_parsed_and_named() -> None:
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

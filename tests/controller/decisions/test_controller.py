@@ -333,7 +333,7 @@ def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> N
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_knob_changes_are_sent_at_once_to_a_trainer_that_waits_for_rollouts() -> None:
+def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts() -> None:
     """New prompts follow the new knobs at once, so a trainer with the old ones could wait for too many rollouts."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
@@ -354,7 +354,7 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_starving_trainer_gets_a_directive_while_an_evaluation_runs() -> None:
+def test_trainer_that_waits_for_rollouts_gets_a_directive_while_an_evaluation_runs() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -528,7 +528,7 @@ class CountedOrders(dict[int, SentOrder]):
         return super().values()
 
 
-def test_issuing_a_thousand_orders_sums_the_sizes_in_flight_only_once() -> None:
+def test_issuing_a_thousand_orders_sums_the_group_sizes_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.begin()
     while run.publications:

@@ -206,7 +206,7 @@ def test_drained_engine_is_expelled_and_its_process_stopped_once_it_is_idle(run:
     assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
-def test_draining_a_dead_engine_expels_it_at_once(run: World) -> None:
+def test_draining_a_dead_engine_expels_it_immediately(run: World) -> None:
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
     ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
@@ -233,7 +233,7 @@ def test_requested_engine_never_gets_the_name_of_a_manually_started_engine(run: 
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
 
 
-def test_removing_an_ambiguous_name_expels_both_engines_but_ends_no_process(run: World) -> None:
+def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))

@@ -387,7 +387,7 @@ def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> No
     assert suspended(run) == (None, None), "it ends once"
 
 
-def test_run_without_a_ready_trainer_is_suspended_at_once() -> None:
+def test_run_without_a_ready_trainer_is_suspended_immediately() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
@@ -429,7 +429,7 @@ def test_run_stalled_without_engines_is_reported_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_stall_watchdog_counts_steps_as_progress_but_not_starving_reports() -> None:
+def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()

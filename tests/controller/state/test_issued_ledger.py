@@ -107,14 +107,14 @@ def test_ledger_reissues_only_lost_orders_that_were_in_flight() -> None:
     assert balanced(account)
 
 
-def test_filtered_share_is_estimated_as_zero_at_first() -> None:
+def test_share_of_filtered_groups_is_estimated_as_zero_at_first() -> None:
     share = FilteredShare()
     assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
     share.note_step(trained=1, filtered=1)
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_filtered_share_estimate_converges_and_follows_changes() -> None:
+def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes() -> None:
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)

@@ -26,7 +26,7 @@ def test_patch_with_the_current_knobs_in_json_form_is_valid_and_changes_nothing(
         assert some.patched(shown) == some
 
 
-def test_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
+def test_staleness_bound_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})

@@ -246,7 +246,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", parquet), ("a.jsonl", jsonl)])
-def test_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
+def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
     name: str, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     problem = only(

@@ -493,7 +493,7 @@ async def test_update_mode_drain_waits_until_running_samples_finish(engine: Batc
     assert gate.batch_sizes == [3] * 6 + [1] * 2
 
 
-async def test_idle_engine_commits_new_weights_at_once(engine: BatchingEngine) -> None:
+async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngine) -> None:
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):

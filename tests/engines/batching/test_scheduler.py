@@ -182,7 +182,7 @@ def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
     assert not scheduler.any_preempted and scheduler.num_waiting == 0
 
 
-def test_while_a_commit_drains_only_preempted_sequences_are_admitted() -> None:
+def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_weight_update() -> None:
     scheduler = _scheduler(slots=4)
     scheduler.submit(_request("a"))
     scheduler.admit(_room(9))

@@ -208,7 +208,7 @@ def test_small_responses_are_not_delayed_by_nagles_algorithm(client: httpx.Clien
     assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
-def test_listening_on_a_port_in_use_is_an_address_error() -> None:
+def test_listening_on_a_port_in_use_raises_an_address_error() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):

@@ -192,6 +192,6 @@ def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineO
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_context_length_beyond_the_models_is_rejected(options: EngineOptions) -> None:
+def test_context_length_that_exceeds_that_of_the_model_is_rejected(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))

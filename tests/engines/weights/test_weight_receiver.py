@@ -277,7 +277,7 @@ async def test_weight_update_fails_immediately_when_the_trainer_dies(setting: Se
     assert setting.receiver.totals.failures == 1
 
 
-async def test_update_with_a_wrong_digest_fails_but_keeps_the_group(setting: Setting) -> None:
+async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()

@@ -157,7 +157,9 @@ def test_vllm_engine_rejects_unsupported_options_before_it_starts(
         ("scheduling_policy", "is set by the engine, which samples by priority"),
     ],
 )
-def test_vllm_options_that_other_engine_keys_set_are_rejected_by_name(name: str, says: str, tmp_path: Path) -> None:
+def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
+    name: str, says: str, tmp_path: Path
+) -> None:
     options = EngineOptions(
         model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
     )
@@ -400,7 +402,9 @@ def _core_of_this_process() -> psutil.Process:
         ("model name : flags are not listed", set()),
     ],
 )
-def test_dtypes_without_cpu_instructions_give_a_slowness_warning(tmp_path: Path, line: str, slow: set[str]) -> None:
+def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(
+    tmp_path: Path, line: str, slow: set[str]
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
     found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}

@@ -160,7 +160,7 @@ def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting)
     root.close()
 
 
-def test_receive_fails_at_once_when_the_worker_dies() -> None:
+def test_receive_fails_immediately_when_the_worker_dies() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)

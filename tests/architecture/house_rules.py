@@ -151,9 +151,8 @@ def _used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.alias):
             yield node.name.rpartition(".")[2]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
-            yield from re.findall(
-                r"(?<=[:.\"'])\w+|^\w+$", node.value
-            )  # strings may be `module:attribute` references, quoted types or names of fields
+            # Strings may be `module:attribute` references, quoted types or names of fields.
+            yield from re.findall(r"(?<=[:.\"'])\w+|^\w+$", node.value)
 
 
 def _named(node: ast.AST) -> Iterator[str]:

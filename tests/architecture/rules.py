@@ -16,7 +16,7 @@ HEAVY = frozenset(
     }
 )  # fmt: skip
 
-#: Files that may import a heavy library without its name, each with its reason.
+#: Files that may import a heavy library although its name is not in the path, each with its reason.
 HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
     "pipelinerl/models/weight_reader.py": "of which tensors a parameter is made is transformers' to say",
@@ -27,7 +27,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/weights/broadcast/sender.py": "puts parameters into the buffers that it sends",
 }
 
-#: Files that may catch everything: process mains, the supervisor, and the kit that reports errors of foreign code.
+#: Files that may catch every exception: main functions of processes, the supervisor, and files that run foreign code.
 BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/roles/",
     "pipelinerl/commands/",

@@ -89,7 +89,7 @@ def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
     rows = [line.split() for line in said.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
     assert len(rows) == 11
-    # π rises from 0.01 to 0.03: three times, which grpo clips if A > 0, and by 0.02, which prime-rl never does.
+    # π rises from 0.01 to 0.03. grpo clips the ratio 3 if A > 0; prime-rl never clips the difference 0.02.
     well = next(row for row in rows if row[4] == "'well'")
     assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
     late = next(row for row in rows if row[5] == "6")

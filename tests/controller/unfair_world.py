@@ -102,7 +102,7 @@ class UnfairWorld:
     rng: random.Random
     controller: Controller
     now: float = 1.0
-    # State of the engines: the incarnation at each URL (0: none), and its version.
+    # State of the engines: the incarnation that runs at each URL (0: none), and the version and epoch that it serves.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     epoch_served: dict[str, int] = field(default_factory=dict)

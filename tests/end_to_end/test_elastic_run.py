@@ -90,9 +90,8 @@ async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, si
     while state.elastic.changed is None:
         await site.follow(service, pool)
     assert not state.engine_requests
-    controller.settings = replace(
-        controller.settings, elastic=RULE
-    )  # end the dry run, as a restart with another recipe would
+    # End the dry run, as a restart with another recipe would.
+    controller.settings = replace(controller.settings, elastic=RULE)
     while len(state.fleet.serving()) < 2:
         await site.follow(service, pool)
     reached = state.version

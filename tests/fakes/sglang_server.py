@@ -209,9 +209,8 @@ class SglangServer:
                 yield f"data: {json.dumps(event)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
-            self.running.pop(
-                sample.asked.rid, None
-            )  # a disconnect aborts the sample, as `create_abort_task` in SGLang does
+            # A disconnect aborts the sample, as `create_abort_task` in SGLang does.
+            self.running.pop(sample.asked.rid, None)
 
     async def pause(self, asked: PauseGenerationReqInput) -> dict[str, str]:
         self.continued.clear()

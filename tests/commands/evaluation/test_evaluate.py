@@ -168,9 +168,8 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
         first = evaluated(url, load(recipe, [*once, "evaluation.problems=12"]), out=out)
         assert (first.asked, first.figures.problems, first.incomplete) == (12, 10, 2)
         with out.open("ab") as file:
-            file.write(
-                b'{"kind":"EvaluationDone","order_id":"eval-0-0'
-            )  # an incomplete line, as a killed evaluation leaves it
+            # an incomplete line, as a killed evaluation leaves it
+            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')
         asked = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
         assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"

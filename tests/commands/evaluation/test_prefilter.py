@@ -73,9 +73,8 @@ def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answ
         report = asked(url, config, whole)
         asked(url, config, broken)
         lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
-        (broken / ANSWERS).write_bytes(
-            b"".join(lines[:6]) + lines[6][:9]
-        )  # as if killed while it wrote the sixth answer
+        # The first line is a header. The file looks as if the command was killed while it wrote the sixth answer.
+        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])
         fake.bodies.clear()
         again = asked(url, config, broken)
     assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))

@@ -169,7 +169,7 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
     while wanted is None or wanted not in told:
         try:
             told += os.read(terminal, 2**16)
-        except OSError:  # raised when the other side is closed
+        except OSError:  # raised when the program has closed its side of the terminal
             assert wanted is None, f"it ended before it said {wanted!r}: {told!r}"
             break
     return told

@@ -210,9 +210,8 @@ def test_limits_on_the_number_of_engines_can_be_changed_during_a_run() -> None:
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
     assert site.pass_time(60)[-1] == 3
-    site.tell(
-        KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0)
-    )  # engines are removed regardless of their load
+    # The limit is lowered to one engine, so two engines are removed regardless of their load.
+    site.tell(KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0))
     assert site.pass_time(60)[-1] == 1
     changes = {"engines_min.bigram": 2, "engines_max.bigram": 2}
     site.tell(KnobsPatched(now=site.now, changes=changes, who="me", time=3.0))
@@ -268,9 +267,8 @@ def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None
 def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
-    site.tell(
-        EngineRemoved(now=site.now, engine="engine-1")
-    )  # the launcher reports that the process of engine-1 died too often
+    # The launcher reports that the process of engine-1 died too often.
+    site.tell(EngineRemoved(now=site.now, engine="engine-1"))
     assert site.serving == 1
     assert site.pass_time(20)[-1] == 2
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]

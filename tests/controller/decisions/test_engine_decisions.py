@@ -131,7 +131,8 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
         give_weights(run, ENGINE, NEW)
         run.give(proof(run, failed={NEW: "400: no chat template"}))
         assert made.state.fleet.by_url[NEW].failed_updates == failures
-        for now in (100.0 * failures, 100.0 * failures + 60.0):  # the first answer begins the wait for a retry
+        # The first answered poll begins the wait for a retry, and the second ends it.
+        for now in (100.0 * failures, 100.0 * failures + 60.0):
             run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]

@@ -208,7 +208,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
                 await _serve(service, inner, reports(steps))
                 break
             except* Killed:
-                # The launcher restarts the controller, also if it was killed before it wrote a journal.
+                # The launcher restarts the controller, even if it was killed before it wrote a journal.
                 start = Start.FROM_JOURNAL
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]

@@ -130,7 +130,7 @@ def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
     asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     asked.add(0, answer(0, correct=1, judged=4), now=1.0)
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
-    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged
+    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples of problem 2 could not be judged
     asked.add(3, None, now=1.0)
     result = result_of(asked, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
@@ -218,9 +218,8 @@ def test_sample_names_the_evaluation_set_of_its_problem(tmp_path: Path) -> None:
     samples = SampleLog(tmp_path / "samples", "evaluation", max_bytes=2**20)
     for index in range(3):
         samples.put(samples_of(shown(2, index), current=current, time=0.0))
-    samples.put(
-        samples_of(shown(1, 7), current=current, time=0.0)
-    )  # an answer to an abandoned evaluation, which had more problems
+    # This answer belongs to an abandoned evaluation, which had more problems.
+    samples.put(samples_of(shown(1, 7), current=current, time=0.0))
     samples.put(samples_of(shown(2, 9), current=None, time=0.0))
     samples.close()
     kept = {group.problem_id: (group.evaluation, group.step) for group in read_samples(tmp_path)}

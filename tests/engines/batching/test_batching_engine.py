@@ -513,9 +513,8 @@ async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_sto
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(
-        lambda: engine.health().state is EngineState.STOPPED
-    )  # before the gate opens, or the engine would finish the answers
+    # Wait before the gate opens, or the engine would finish the answers.
+    await _until(lambda: engine.health().state is EngineState.STOPPED)
     gate.open()
     await closing
     for task in (running, waiting, commit):

@@ -133,9 +133,8 @@ async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
     async with asyncio.timeout(DEADLINE_S):
-        while (
-            engine.health().state is not EngineState.STOPPED
-        ):  # before the gate opens, or the engine would finish the answer
+        # Wait before the gate opens, or the engine would finish the answer.
+        while engine.health().state is not EngineState.STOPPED:
             await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):

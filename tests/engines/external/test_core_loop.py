@@ -35,7 +35,8 @@ class ScriptedCore:
         self.begun: list[Sequence] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
-        self.last_act: Callable[[], object] = lambda: None  # called before the core dies, in the same loop iteration
+        # called just before the core dies, in the same iteration of the event loop
+        self.last_act: Callable[[], object] = lambda: None
         self.may_pause = threading.Event()
         self.may_pause.set()
         self.may_close = threading.Event()
@@ -177,7 +178,8 @@ async def test_busy_time_grows_only_while_the_core_has_samples() -> None:
             assert made.engine.metrics().busy_s_total == busy_s
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_core_takes_long() -> None:
     async with world() as made:
         made.core.may_close.clear()
@@ -191,7 +193,8 @@ async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_
         made.core.may_close.set()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core() -> None:
     """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
@@ -208,7 +211,8 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
         assert made.core.is_closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> None:
     async with world() as made:
         queued: list[Future[float]] = []

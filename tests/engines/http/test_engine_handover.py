@@ -58,9 +58,8 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                self.came[request.seed] += any(
-                    part.token_ids for part in chunk.choices
-                )  # counted once the reader asks for the next chunk
+                # A chunk is counted once the reader asks for the next one.
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)
 
 
 @final

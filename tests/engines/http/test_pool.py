@@ -248,9 +248,8 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_one_with_a_longer_c
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [one, other])
-            answers = await asyncio.gather(
-                *(pool.complete(long) for _ in range(3))
-            )  # sent concurrently, so that each engine gets a request
+            # The requests are sent concurrently, so each engine gets one.
+            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))
             assert {answer.url for answer in answers} == {other}
             pool.update([one])
             with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):

@@ -45,9 +45,8 @@ def test_rows_merged_as_duplicates_hold_the_same_tokens_after_random_events() ->
         if kind == 0 and count < ROWS:
             rows = list(range(count, min(ROWS, count + int(random.integers(1, 5)))))
             alike.begin(rows)
-            beginning = (
-                f"prompt {random.integers(0, 3)}",
-            )  # rows that begin separately may count as different even if their prompts are equal
+            # Rows that begin separately may count as different even if their prompts are equal.
+            beginning = (f"prompt {random.integers(0, 3)}",)
             for row in rows:
                 held[row] = beginning
             count += len(rows)

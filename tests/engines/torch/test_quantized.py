@@ -116,11 +116,8 @@ def _stage(runner: TorchRunner, path: Path) -> None:
 
 def test_quantized_values_and_step_sizes_match_precomputed_ones() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
-    assert values.tolist() == [
-        [32, -127, 64],
-        [0, 0, 0],
-        [0, 127, -63],
-    ]  # values halfway between two integers round to the even one
+    # Values halfway between two integers round to the even one.
+    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]
     assert steps[0].item() == pytest.approx(4 / 127)
     assert (values[1] * steps[1]).tolist() == [0.0, 0.0, 0.0]
     assert quantize(torch.tensor([[1.0, -4.0, 1.5]]), 7)[0].tolist() == [[2, -7, 3]]

@@ -242,7 +242,8 @@ def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock:
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+# The thread of the engine ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         session.chat()
@@ -365,7 +366,8 @@ async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) ->
         await http.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+# The thread of the engine ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) -> None:
     """A sample may take any time while the server passes health checks; if the server hangs, its requests fail."""
     silence_s = 3.0

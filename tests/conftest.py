@@ -75,7 +75,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def outward() -> str:
-    """Return the address at which other hosts reach this machine; 198.51.100.0/24 is reserved for documentation."""
+    """Return the address at which other hosts reach this machine; the test is skipped if it has only loopback."""
     try:
         return address_towards("198.51.100.7", 80)
     except OSError:

@@ -1,4 +1,4 @@
-"""Groups of episodes, run by user code in real episode hosts against a scripted sampler."""
+"""Groups of episodes: user code plays them in real episode hosts, and a scripted sampler answers."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_veri
 
 
 async def test_host_with_a_closed_connection_gets_no_further_episode(tmp_path: Path) -> None:
-    """A write to a closed transport raises RuntimeError in uvloop, while asyncio discards the data."""
+    """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
     await hosts.start()

@@ -1,4 +1,4 @@
-"""The group limiter: acquiring, releasing, and changing the limit while tasks wait."""
+"""The limiter of groups in flight: acquiring and releasing slots, and changing the limit while tasks wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout writer appends each group once, and of several actors with one name only the last can append."""
+"""The rollout writer appends each group once; of several actors with the same name, only the newest can append."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SAMPLED = np.arange(10, 10 + 3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
 
 
 def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
-    """Return an answer with two samples of three tokens after a prompt of two."""
+    """Return an answer to a prompt of two tokens: two samples of three tokens each, with their routed experts."""
     told = None if sampled is None else on_the_wire(sampled)
     answer = completion("a", "b", routed_experts=told)
     return answer.model_copy(update={"prompt_routed_experts": None if prompt is None else on_the_wire(prompt)})

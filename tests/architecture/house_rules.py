@@ -103,7 +103,7 @@ def retired_words_stay_away(modules: Modules) -> Problems:
 
 
 def doors_are_closed(modules: Modules) -> Problems:
-    """Some rooms must not import others, whatever the floors allow."""
+    """The rooms (packages) in `CLOSED_DOORS` do not import the rooms that are listed for them."""
     for module in _product(modules):
         here = "config" if module.name.startswith("pipelinerl.config") else room_of(module.name)
         for target in module.imports:

@@ -150,7 +150,7 @@ def rooms_are_known(module: Module) -> Problems:
 
 
 def contracts_are_light(module: Module) -> Problems:
-    """inference_contract needs pydantic, trainer_contract numpy; their conformance kits are imported on demand."""
+    """Outside their conformance kits, inference_contract imports only pydantic, and trainer_contract only numpy."""
     light = {"inference_contract": {"pydantic"}, "trainer_contract": {"numpy"}}.get(module.name.split(".")[0])
     if light is None or "conformance" in module.path:
         return
@@ -210,7 +210,7 @@ def names_say_something(module: Module) -> Problems:
 
 
 def exceptions_are_named(module: Module) -> Problems:
-    """No bare or broad except outside process mains, unless it raises again or passes the exception to a future."""
+    """Only listed files catch every exception, unless the handler raises it again or passes it to a future."""
     if module.path.startswith(BROAD_EXCEPT_ALLOWED):
         return
     for node in ast.walk(module.tree):
@@ -232,7 +232,7 @@ def modules_open_with_what_they_are(module: Module) -> Problems:
 
 
 def data_is_never_code(module: Module) -> Problems:
-    """No pickle, eval or exec, and no loader that would unpickle."""
+    """No module uses pickle, eval or exec, or a loader that would unpickle."""
     for target in module.imports:
         if module.path not in PICKLE_ALLOWED and target.split(".")[0] in {
             "pickle",
@@ -275,7 +275,7 @@ def randomness_has_one_source(module: Module) -> Problems:
 
 
 def nothing_is_mocked(module: Module) -> Problems:
-    """Tests use real things and verified fakes."""
+    """No test uses a mock: tests use real objects or verified fakes."""
     for target in module.imports:
         if target.startswith("unittest.mock") or target.split(".")[0] in {"mock", "pytest_mock"}:
             yield f"imports {target}"

@@ -29,7 +29,7 @@ Place = tuple[str, int, str]
 
 
 def sources(*folders: str) -> list[Path]:
-    """Return the Python files below these folders, sorted."""
+    """Return the Python files below the given folders, sorted."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if ".venv" not in path.parts)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of the benchmarks against known numbers."""
+"""The statistics that the benchmarks compute, compared with known values."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ URL = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of two minutes with one busy engine; the trainer waits half of the first minute, then never."""
+    """Return a run of two minutes with one busy engine, for which the trainer waits half of the first minute only."""
     directory = tmp_path_factory.mktemp("run")
     save(load("tiny", ["elastic.types.torch.max=2"]), directory / "recipe.toml")
     with EventLog(directory / "events.jsonl") as log:

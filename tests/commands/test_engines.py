@@ -158,7 +158,7 @@ def test_each_engine_command_sends_its_request_to_the_controller(controller: Con
 def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(
     controller: Controller, tmp_path: Path
 ) -> None:
-    """The machine then needs no access to the run's directory."""
+    """With the URL, a command can run on a machine that cannot read the run directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")

@@ -1,4 +1,4 @@
-"""`pipelinerl chaos` finds the fault scenarios of its checkout, and fails with a message without one."""
+"""`pipelinerl chaos` runs the fault scenarios of the repository checkout, and fails with a message outside of one."""
 
 from __future__ import annotations
 

@@ -523,7 +523,7 @@ def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
 
 
 def unfair_world(seed: int) -> UnfairWorld:
-    """Return the world of a seed, with its trainer and first engine started."""
+    """Return the simulated run of a seed, with its trainer and first engine started."""
     rng = random.Random(seed)
     return UnfairWorld(rng, unfair_controller(rng))
 

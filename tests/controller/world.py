@@ -97,7 +97,7 @@ def controller(
     room: int = 50,
     **changes: Any,
 ) -> Controller:
-    """Return a controller that expects one engine; with `large`, groups of domain `a` have this size."""
+    """Return a controller that expects one engine; `large`, unless it is 0, is the group size of domain `a`."""
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
     asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)

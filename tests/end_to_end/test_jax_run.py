@@ -1,7 +1,7 @@
 """Real runs with the JAX trainer and a torch engine: they learn like the torch trainer, and survive its death.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. A trainer restored from
-its checkpoint after a kill must therefore repeat the training curve bit for bit.
+In lockstep, and with policy ratios to recomputed log-probs, the results of a run on a CPU depend only on its
+seed. A trainer restored from its checkpoint after a kill must therefore repeat the training curve bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real run whose engines pull weights equals a run with broadcasts bit for bit, also after a server is killed.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed, so the transport of
-the weights must make no difference.
+In lockstep, and with policy ratios to recomputed log-probs, the results of a run on a CPU depend only on its
+seed, so the transport of the weights must make no difference.
 """
 
 from __future__ import annotations

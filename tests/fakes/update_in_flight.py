@@ -1,4 +1,4 @@
-"""Checks of a weight update during sampling, in any array library: which weights sampled each token."""
+"""A check of weight updates during sampling, for engines of any array library: which weights sampled each token."""
 
 from __future__ import annotations
 

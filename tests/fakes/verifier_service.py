@@ -24,7 +24,7 @@ TOKEN = "secret"
 
 
 def echoed(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the ground truth, after a pause in which the process may be killed."""
+    """Return 1 if the completion is the ground truth, else 0, after a pause in which a test may kill the process."""
     time.sleep(0.03)
     return float(completion == answer)
 

@@ -133,7 +133,7 @@ class _NoText:
 
 
 def application(*, token: str | None = None) -> Any:
-    """Return the engine behind its routes."""
+    """Return the ASGI application of a new engine."""
     options = engine_options(model_id="versions")
     return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
 

@@ -1,4 +1,4 @@
-"""`pipelinerl prefilter` computes pass rates, keeps problems within a band, and resumes after an interruption."""
+"""`pipelinerl prefilter` computes pass rates, keeps problems whose rate is in a range, and resumes when interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings of `pipelinerl check` on experts, attention and mesh, and what it rejects."""
+"""Findings and errors of `pipelinerl check` about mixtures of experts, attention kernels and device meshes."""
 
 from __future__ import annotations
 

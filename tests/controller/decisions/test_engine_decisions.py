@@ -167,7 +167,7 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
 
 
 def test_replaced_engine_drains_once_even_if_its_address_is_reused(run: World) -> None:
-    """A new engine may get the old one's port; the replacement passes canary checks after each evaluation, too."""
+    """A new engine may get the port of the old one, and the replacement passes further canary checks later."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))

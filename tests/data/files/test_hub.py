@@ -94,7 +94,7 @@ MEBIBYTE = 2**20
 
 
 def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", **parameters: Any) -> list[str]:
-    """Return the questions that were checked; the check rejects the question `refuse`."""
+    """Check the first rows of a data file, as before a run; return their questions. The check rejects `refuse`."""
     seen: list[str] = []
 
     def check(problem: Problem) -> None:

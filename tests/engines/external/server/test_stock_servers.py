@@ -80,7 +80,7 @@ vllm = [
 
 @dataclass(frozen=True)
 class Stock:
-    """A stock server, the engine type for it, its model, and the model's path."""
+    """A running stock server, the engine type that uses it, its model, and the directory of the model."""
 
     kind: str
     url: str
@@ -181,7 +181,7 @@ def test_logprobs_of_a_stock_server_equal_transformers_after_every_update(stock:
 
 
 def random_decoder_like(model: Any) -> Any:
-    """Return another model of the same configuration; the server keeps using its own."""
+    """Return a second random model with the configuration of `model`, because the server uses `model` itself."""
     return type(model)(model.config).eval()
 
 
@@ -437,7 +437,7 @@ asyncio.run(main())
 
 
 def test_adapter_raises_the_file_descriptor_limit_for_concurrent_streams() -> None:
-    """Run in a separate process, whose soft limit is low before the adapter starts."""
+    """The script runs in a separate process, which begins with a low soft limit on file descriptors."""
     command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.stdout == "64\n", done.stderr

@@ -1,4 +1,4 @@
-"""The vLLM engine: the contract over HTTP, and version spans and log-probs during updates, which could fail silently.
+"""The vLLM engine: the contract over HTTP, and version spans and log-probs during updates.
 
 Run by `make test-vllm`, in a separate environment; tests that need no vLLM run everywhere.
 """

@@ -77,7 +77,7 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
 
 
 def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
-    """Return a completion with one choice per text. Version 4 sampled its first two tokens, and version 5 its third."""
+    """Return a completion with one choice per text; of each choice, version 4 sampled two tokens, version 5 the third."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
         Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
@@ -464,7 +464,7 @@ async def test_orders_of_a_cancelled_actor_are_completed_after_its_restart() -> 
 
 
 async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """The filter is not applied to evaluations and to groups without a verdict."""
+    """The filter is not applied to evaluations, nor to groups without a verdict."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

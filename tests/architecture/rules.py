@@ -163,7 +163,7 @@ def contracts_are_light(module: Module) -> Problems:
 
 
 def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
-    """A file that imports a heavy library, such as torch, has its name in the path, or is listed in `HEAVY_ALLOWED`."""
+    """A file that imports a heavy library, such as torch, has its name in the path, or is in `HEAVY_ALLOWED`."""
     if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
         return
     words = set(re.split(r"[_/.]", module.path))
@@ -357,7 +357,7 @@ def _is_broad(node: ast.expr | None) -> bool:
 
 
 def _hands_on(handler: ast.ExceptHandler) -> bool:
-    """True if the handler passes its exception, whole, to a future's `set_exception`."""
+    """Return True if the handler passes the exception that it has caught to `set_exception` of a future."""
     return any(
         isinstance(node, ast.Call)
         and _dotted(node.func).endswith(".set_exception")

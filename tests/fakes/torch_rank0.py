@@ -144,7 +144,7 @@ def show(directory, *, model, options, parts=5):
 
 
 def groups(number):
-    """Return seven groups of three rollouts of different lengths, which are different for each `number`."""
+    """Return seven groups of three rollouts of different lengths; each `number` gives other rollouts."""
     draw, made = rng.generator(number, "mesh_epochs"), []
     for index in range(7):
         prompt = draw.integers(1, VOCAB, int(draw.integers(2, 5))).tolist()
@@ -183,7 +183,7 @@ def epochs(directory, *, model, options, batches=3):
 
 
 def reads(directory, *, model, options, times):
-    """Run the conformance check that weights can be read during forward and backward passes `times` times."""
+    """Run, `times` times, the conformance check that weights can be read during forward and backward passes."""
     return {
         str(number): each
         for number in range(times)

@@ -21,7 +21,7 @@ from tests.fakes.served import in_thread
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Return a recipe with forty problems; answers depend on the last digit of the problem's number."""
+    """Return a recipe with forty problems, whose prompts are the numbers from 0 to 39; the right answer is always 7."""
     lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipe_file.toml").write_text(

@@ -123,7 +123,7 @@ def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -
 
 
 def loaded(page: ServedPage, run: int = 0) -> Any:
-    """Return `/api/run` once all files have been read."""
+    """Wait until the page has read all files of the run; return the response to `/api/run`."""
     while True:  # ends at the latest with the time limit of the test
         told = page.get("/api/run", run=run)
         if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:

@@ -354,7 +354,7 @@ async def test_jax_engine_updates_weights_during_decoding(
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """The next request in the same row finds a finite cache, whether or not there is another row."""
+    """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)

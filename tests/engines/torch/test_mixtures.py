@@ -128,7 +128,7 @@ async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engin
 async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
 ) -> None:
-    """Tokens keep the reported experts of the weights that sampled them, on which their log-probs depend."""
+    """The log-prob of a token depends on the experts that sampled it, so an update must not replace these experts."""
     gate, engine = gate_and_engine
     running = asyncio.create_task(engine.complete(asked(n=1)))
     await asyncio.to_thread(gate.allow, 3)

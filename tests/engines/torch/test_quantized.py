@@ -177,7 +177,7 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) 
 def test_quantized_model_after_an_update_equals_loading_the_new_model(
     path: Path, other: Path, weights: WeightFormat
 ) -> None:
-    """Results are equal bit for bit, change only at the swap, and are the first ones after an update back."""
+    """Results equal those of the loaded model bit for bit, change only at the swap, and return after an update back."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])

@@ -46,7 +46,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Collect the folders of tests/ from a different start in each process."""
+    """Let each process begin to collect tests/ at a different folder."""
     report = yield
     if collector.path == _TESTS and report.result:
         report.result[:] = _begun_elsewhere(report.result)
@@ -54,7 +54,7 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """Rotate the list by size of source, so that each process starts at files that no other process has imported."""
+    """Rotate `children` so that each process starts at another file, with equal sizes of source between the starts."""
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))
@@ -65,11 +65,11 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
 
 
-@pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
+@pytest.hookimpl(trylast=True)  # run after other plugins have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files so that parallel processes finish soonest, independently of the order of collection.
+    """Sort test files so that parallel processes finish early; the result does not depend on the order of collection.
 
-    Files whose tests wait alternate with files whose tests compute.
+    Files whose tests mostly wait alternate with files whose tests mostly compute.
     """
     ranks = {place: rank for rank, place in enumerate(_LONG)}
 

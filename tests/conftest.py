@@ -18,8 +18,7 @@ from tests.collection import pytest_collection, pytest_collection_modifyitems, p
 from tests.open_sessions import left_open
 
 #: Flags that JAX reads when it first runs in a process. They provide several CPU devices for meshes, and cheap
-#: compilation, because a test runs each program only a few times (one thread, loop by loop, without MLIR pipelines).
-#: With the second flag alone, compiling takes two fifths of the processor time.
+#: compilation (one thread, loop by loop, without MLIR pipelines), because a test runs each program only a few times.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -37,14 +36,14 @@ _JAX_CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
-# Without a GPU, triton interprets its kernels. It reads this when it is imported.
+# Without a GPU, triton interprets its kernels. Triton reads this variable when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if which("nvidia-smi") else "1")
 
 # A shell's background job ignores Ctrl-C, and so do its child processes; but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# On a busy machine, examples are drawn slowly; that does not mean that the test's strategy is too slow.
+# hypothesis may draw examples slowly because the machine is busy, not because a strategy is too slow.
 hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
@@ -76,7 +75,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def outward() -> str:
-    """Return the address at which other hosts reach this machine; 198.51.100.0/24 is reserved for documentation."""
+    """Return the address at which other hosts reach this machine; the test is skipped if it has only loopback."""
     try:
         return address_towards("198.51.100.7", 80)
     except OSError:

@@ -77,7 +77,7 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
 
 
 def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
-    """Return a completion with one choice per text, of three tokens each: two of version 4 and one of version 5."""
+    """Return a completion with one choice per text: three tokens, two sampled by version 4 and one by version 5."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
         Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatComplet
 
 
 def answers(request: ChatCompletionRequest) -> ChatCompletion:
-    """Answer with a correct first sample and wrong others."""
+    """Return samples for the request: the first is correct, and all others are wrong."""
     assert request.messages is not None
     right = request.messages[0].content.removeprefix("say ")
     return completion(right, *["wrong"] * (request.n - 1))
@@ -127,7 +127,7 @@ class ScriptedSampler:
 
 @final
 class Exact:
-    """Verifier that accepts the exact ground truth; `?` cannot be judged."""
+    """Verifier that accepts only the exact ground truth. For the answer `?` it returns an error, not a verdict."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         if completion_text == "?":
@@ -144,7 +144,7 @@ def exact(domain: str) -> GroupVerifier:
 
 @final
 class Watched:
-    """A test's view of a stream: the actor's actions and the stream's contents."""
+    """A stream in memory, with methods that append orders and read what the actor has appended."""
 
     def __init__(self) -> None:
         self.stream = MemoryStream()
@@ -182,7 +182,7 @@ class FullServer:
 
 
 def by(sampler: Sampler) -> Callable[[str], GroupMaker]:
-    """Return a factory for groups of single turns."""
+    """Return a factory of group makers that sample every rollout in a single turn from `sampler`."""
     return lambda _: SingleTurn(sampler, exact, attempts=3)
 
 
@@ -254,7 +254,7 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
         assert report == GroupOutdated(
             order_id="prompt-000001", index=1, oldest=3, current=5, domain="d", issued_at=(0, 0)
         )
-        again()  # another engine restarts order 3
+        again()  # order 3 begins again on another engine
         actor.follow(model_version=6, k=2)
         sampler.gate.set()
         (group,) = await until(watched.groups)
@@ -287,7 +287,7 @@ async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
 
 
 async def test_order_is_acknowledged_after_its_group_is_appended() -> None:
-    """The append fails, so the order stays with this actor, which repeats it after a restart."""
+    """If the append fails, the order stays assigned to this actor, which repeats it after a restart."""
 
     watched = Watched()
     await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
@@ -305,7 +305,7 @@ async def none_of(count: Any) -> bool:
 
 
 async def test_only_aborted_samples_are_sampled_again() -> None:
-    """The request for the missing samples has another seed."""
+    """The request for the missing samples has another seed than the first request."""
 
     def script(request: ChatCompletionRequest) -> ChatCompletion:
         if request.n == 3:
@@ -323,7 +323,7 @@ async def test_only_aborted_samples_are_sampled_again() -> None:
     assert len({request.seed for request in sampler.requests}) == 2
 
 
-async def test_tokens_kept_from_a_failed_engine_are_reported() -> None:
+async def test_actor_reports_how_many_tokens_of_a_failed_engine_were_kept() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.handed_over = (40, 3)
     async with working(watched, sampler):
@@ -378,7 +378,7 @@ async def test_engine_error_fails_its_order_and_later_orders_succeed(script: Scr
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def test_order_of_an_unknown_domain_fails() -> None:
+async def test_order_whose_domain_is_not_in_the_recipe_fails() -> None:
     watched, other = Watched(), order(7)
     problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
     async with working(watched, ScriptedSampler()):
@@ -464,7 +464,7 @@ async def test_orders_of_a_cancelled_actor_are_completed_after_its_restart() -> 
 
 
 async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """The filter is not applied to evaluations and to groups without a verdict."""
+    """The filter is not applied to evaluations, nor to groups without a verdict."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

@@ -1,4 +1,4 @@
-"""Groups of episodes, run by user code in real episode hosts against a scripted sampler."""
+"""Groups of episodes: user code plays them in real episode hosts, and a scripted sampler answers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Texts:
 async def asks_a_text(task, client):
     await client.chat("hello")
 """
-#: The second answer is correct.
+#: The correct answer, which the scripted model gives in the second turn.
 SECOND = "b"
 
 
@@ -205,7 +205,7 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
 
 
 class Ages(Unwatched):
-    """Counts how often the group's age begins."""
+    """Counts how often the age of the group is restarted."""
 
     def __init__(self) -> None:
         self.began = 0
@@ -217,7 +217,7 @@ class Ages(Unwatched):
 async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `_GroupAge`, each later turn would restart the age."""
+    """The test also removes `_GroupAge`: then each later turn restarts the age of the group."""
 
     async def began() -> int:
         ages = Ages()
@@ -231,7 +231,7 @@ async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     assert await began() == 2
 
 
-async def test_episode_that_returns_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
+async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 
@@ -247,7 +247,7 @@ async def test_episode_is_restarted_once_if_its_host_dies(tmp_path: Path) -> Non
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_host_that_dies_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
     class Judged(Unwatched):
         judgements: Sequence[Judgement] = ()
 
@@ -262,7 +262,7 @@ async def test_host_that_dies_with_several_episodes_counts_as_one_verifier_error
 
 
 async def test_host_with_a_closed_connection_gets_no_further_episode(tmp_path: Path) -> None:
-    """A write to a closed transport raises RuntimeError in uvloop, while asyncio discards the data."""
+    """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
     await hosts.start()
@@ -289,7 +289,7 @@ async def test_order_fails_with_the_name_of_an_environment_that_cannot_be_loaded
             await maker.make(order(), Unwatched())
 
 
-async def test_last_model_answer_in_a_command_episode_is_judged(tmp_path: Path) -> None:
+async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"
@@ -311,14 +311,14 @@ async def test_last_model_answer_in_a_command_episode_is_judged(tmp_path: Path) 
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_failed_command_episode_reports_the_last_line_of_its_errors(tmp_path: Path) -> None:
+async def test_failed_episode_of_a_command_reports_the_last_line_of_its_error_output(tmp_path: Path) -> None:
     commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
     task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
     ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
     assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
 
 
-async def test_environment_may_return_messages_as_text_and_invalid_ones_are_rejected(tmp_path: Path) -> None:
+async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:
     async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
         (made,) = await maker.make(order(), Unwatched())
     assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())

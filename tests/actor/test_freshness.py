@@ -13,7 +13,7 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
 def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: float) -> None:
-    """RLAX §3.1: (v + 1) − oldest ≤ k, and v only grows."""
+    """The step after version v accepts a group if (v + 1) − oldest ≤ k (RLAX §3.1), and v only grows."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
     if not can_be_fresh(began, current=current, k=k):
@@ -51,7 +51,7 @@ async def ended_at(
         ([5, 500], math.inf, None),
     ],
 )
-async def test_group_age_counts_from_the_first_version_known_after_it_begins(
+async def test_group_age_counts_from_the_first_version_announced_after_the_group_begins(
     versions: list[int], k: float, expected: int | None
 ) -> None:
     assert await ended_at(Freshness(), versions, k=k) == expected
@@ -61,7 +61,7 @@ async def test_age_of_a_retried_group_counts_from_the_retry() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
 
 
-async def test_group_restarted_while_it_is_dropped_reports_its_first_version() -> None:
+async def test_dropped_group_reports_the_version_of_its_first_attempt_even_if_a_retry_just_began() -> None:
     freshness, held = Freshness(), Held(asyncio.timeout(None))
     with pytest.raises(TimeoutError):
         async with held.scope:
@@ -69,7 +69,7 @@ async def test_group_restarted_while_it_is_dropped_reports_its_first_version() -
                 held.begin()
                 freshness.follow(current=5, k=1)
                 freshness.follow(current=6, k=1)
-                held.begin()  # its engine died, and the retry begins before the timeout is raised
+                held.begin()  # the group is retried on another engine before its timeout is raised
                 await asyncio.sleep(1)
     assert held.began is None and held.given_up == 5
 

@@ -1,4 +1,4 @@
-"""The group limiter: acquiring, releasing, and changing the limit while tasks wait."""
+"""The limiter of groups in flight: acquiring and releasing slots, and changing the limit while tasks wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from pipelinerl.actor.actor import GroupLimiter
 
 
-async def test_limiter_grants_all_free_slots_and_then_waits() -> None:
+async def test_group_limiter_grants_all_free_slots_and_then_lets_tasks_wait() -> None:
     room = GroupLimiter(3)
     assert await room.take(1) == 1 and await room.take() == 2
     waiting = asyncio.create_task(room.take())
@@ -17,7 +17,7 @@ async def test_limiter_grants_all_free_slots_and_then_waits() -> None:
     assert await waiting == 2
 
 
-async def test_raised_limit_wakes_waiters_and_lowered_limit_applies_on_release() -> None:
+async def test_raised_group_limit_wakes_waiting_tasks_and_lowered_limit_applies_on_release() -> None:
     room = GroupLimiter(1)
     assert await room.take() == 1
     waiting = asyncio.create_task(room.take())

@@ -1,4 +1,4 @@
-"""The rollout writer appends each group once, and of several actors with one name only the last can append."""
+"""The rollout writer appends each group once; of several actors with the same name, only the newest can append."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ async def indices(stream: Stream) -> list[int]:
 
 @final
 class Forgetful:
-    """Stream that repeats every append, like a client that lost the answer; the trainer may trim in between."""
+    """Stream that appends everything twice, like a client that lost the first reply and retries.
+
+    With `trims`, older entries are trimmed between the two appends, as the trainer may do.
+    """
 
     def __init__(self, behind: Stream, *, trims: bool = False) -> None:
         self._behind = behind
@@ -67,7 +70,7 @@ async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream:
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
 async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
-    """The trainer may have trimmed some of the groups before they are appended again."""
+    """This holds even if the trainer trimmed some of the groups before the repetition."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([group(1), group(2)])
     await partition.append([group(3)])
@@ -75,7 +78,7 @@ async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream,
 
 
 async def test_actor_is_fenced_once_its_replacement_has_appended(stream: Stream) -> None:
-    """A suspended actor that resumes can append until the replacement of the same name does."""
+    """An actor that was suspended and resumes can append only until its replacement has appended."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await earlier.append([group(1)])
@@ -95,8 +98,8 @@ async def test_actor_is_fenced_even_if_the_replacements_entries_were_trimmed(str
         await earlier.append([group(3)])
 
 
-async def test_second_actor_that_appends_at_the_same_number_is_fenced(stream: Stream) -> None:
-    """A later actor whose clock is behind continues from the earlier actor's last number."""
+async def test_second_actor_that_appends_an_entry_with_the_same_number_is_fenced(stream: Stream) -> None:
+    """Both actors may begin at the same entry number if the clock of the second one is behind."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([group(1)])
     with pytest.raises(FencedError, match=ANOTHER):

@@ -22,7 +22,7 @@ SAMPLED = np.arange(10, 10 + 3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
 
 
 def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
-    """Return an answer with two samples of three tokens after a prompt of two."""
+    """Return an answer to a prompt of two tokens: two samples of three tokens each, with their routed experts."""
     told = None if sampled is None else on_the_wire(sampled)
     answer = completion("a", "b", routed_experts=told)
     return answer.model_copy(update={"prompt_routed_experts": None if prompt is None else on_the_wire(prompt)})
@@ -34,7 +34,7 @@ def group_of(answer: ChatCompletion, replay: RoutingReplay = RoutingReplay.ROLLO
     return assemble(order(7), rollouts_of(order(7), answers, replay=replay), actor="a")
 
 
-def test_rollouts_have_the_routed_experts_of_the_preceding_token() -> None:
+def test_rollouts_contain_the_routed_experts_of_prompt_and_sampled_tokens() -> None:
     for rollout in group_of(routed()).rollouts:
         (turn,) = rollout.turns
         assert turn.context_routed_experts is not None and len(turn.context_routed_experts) == 2
@@ -42,7 +42,7 @@ def test_rollouts_have_the_routed_experts_of_the_preceding_token() -> None:
         np.testing.assert_array_equal(turn.routed_experts, SAMPLED)
 
 
-def test_routed_experts_are_dropped_without_replay() -> None:
+def test_routed_experts_are_dropped_if_routing_replay_is_off() -> None:
     (turn,) = group_of(routed(), RoutingReplay.OFF).rollouts[0].turns
     assert turn.routed_experts is None and turn.context_routed_experts is None
 

@@ -1,4 +1,4 @@
-"""The stage log: the groups that it traces, and its limits."""
+"""The stage log, which records when groups pass each stage: which groups it traces, and its size limits."""
 
 from __future__ import annotations
 

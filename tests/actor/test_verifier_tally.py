@@ -1,4 +1,4 @@
-"""The verifier tally: counts by domain, and the streak of errors since the last verdict."""
+"""The verifier tally counts verdicts and errors by domain, and the errors in a row since the last verdict."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.architecture.tree import Module, room_of
 Problems = Iterator[str]
 Modules = Iterable[Module]
 
-#: Public definitions that no code in the packages uses, each with who uses it.
+#: Files with public definitions that are used only from outside the packages, and the user of each.
 CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
@@ -56,7 +56,7 @@ RETIRED = {
     "dry_run": "check",
 }
 
-#: Imports that are forbidden although the floors would allow them, each with the reason.
+#: For each room (package), further rooms that it must not import although its floor would allow it, with reasons.
 CLOSED_DOORS = {
     "actor": {"engines": "its sampler is a Protocol", "models": "engines tokenise"},
     "config": {
@@ -103,7 +103,7 @@ def retired_words_stay_away(modules: Modules) -> Problems:
 
 
 def doors_are_closed(modules: Modules) -> Problems:
-    """Some rooms must not import others, whatever the floors allow."""
+    """The rooms (packages) in `CLOSED_DOORS` do not import the rooms that are listed for them."""
     for module in _product(modules):
         here = "config" if module.name.startswith("pipelinerl.config") else room_of(module.name)
         for target in module.imports:
@@ -119,7 +119,7 @@ def _among(target: str, allowed: frozenset[str]) -> bool:
 
 
 def tree_is_as_drawn(modules: Modules, drawing: str) -> Problems:
-    """Every room of `pipelinerl/` is drawn in docs/understand/architecture.md, and every one drawn is there."""
+    """docs/understand/architecture.md names every room (top-level folder) of `pipelinerl/`, and no missing room."""
     parts = (PurePosixPath(module.path).parts for module in modules)
     there = {"/".join(each[:2]) for each in parts if each[0] == "pipelinerl" and len(each) > 2}
     drawn = set(re.findall(r"`(pipelinerl/[a-z_]+)/`", drawing))
@@ -151,9 +151,8 @@ def _used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.alias):
             yield node.name.rpartition(".")[2]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
-            yield from re.findall(
-                r"(?<=[:.\"'])\w+|^\w+$", node.value
-            )  # also `module:attribute` references, quoted types, and names of fields
+            # Strings may be `module:attribute` references, quoted types or names of fields.
+            yield from re.findall(r"(?<=[:.\"'])\w+|^\w+$", node.value)
 
 
 def _named(node: ast.AST) -> Iterator[str]:

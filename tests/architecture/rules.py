@@ -16,7 +16,7 @@ HEAVY = frozenset(
     }
 )  # fmt: skip
 
-#: Files that may import a heavy library without its name, each with its reason.
+#: Files that may import a heavy library although its name is not in the path, each with its reason.
 HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
     "pipelinerl/models/weight_reader.py": "of which tensors a parameter is made is transformers' to say",
@@ -27,7 +27,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/weights/broadcast/sender.py": "puts parameters into the buffers that it sends",
 }
 
-#: Files that may catch everything: process mains, the supervisor, and the kit that reports errors of foreign code.
+#: Files that may catch every exception: main functions of processes, the supervisor, and files that run foreign code.
 BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/roles/",
     "pipelinerl/commands/",
@@ -38,7 +38,7 @@ BROAD_EXCEPT_ALLOWED = (
     "trainer_contract/conformance/__init__.py",
     *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code may raise any exception
     "pipelinerl/models/directory_files.py",  # libraries may raise any exception for foreign files
-    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main of a process and of its programs
+    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
     "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
     "pipelinerl/environments/episode_host.py",  # the main function of a process; user code may raise any exception
@@ -65,7 +65,7 @@ CODE_ALLOWED = {
     "pipelinerl/verifiers/oubliette/guest/program.py": "runs in a guest, and becomes the program that it runs"
 }
 
-#: Third-party bases that a library requires, by file.
+#: By file, the third-party classes from which its classes must inherit because a library requires it.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
@@ -105,15 +105,16 @@ OPENS_HTTP = {
     "inference_contract/conformance/session.py": "the kit stands alone, and checks engines that are not ours",
 }
 
-#: What the launcher may import from rooms that are otherwise closed to it.
+#: Prefixes of the names that the launcher may import from rooms (packages) that it otherwise must not import.
 LAUNCH_ALLOWED = ("pipelinerl.config.recipe.", "pipelinerl.roles.catalogue", "pipelinerl.roles.role.")
 
 Problems = Iterator[str]
 
 
 def imports_go_down(module: Module) -> Problems:
-    """A room imports lower floors only; rooms on one floor do not import each other; contracts are importable
-    everywhere.
+    """A room (package) imports only rooms on lower floors (layers of the architecture).
+
+    Rooms on the same floor do not import each other. Every room may import the contracts.
     """
     here = room_of(module.name)
     if here is None:
@@ -149,7 +150,7 @@ def rooms_are_known(module: Module) -> Problems:
 
 
 def contracts_are_light(module: Module) -> Problems:
-    """inference_contract needs pydantic, trainer_contract numpy; their conformance kits are imported on demand."""
+    """Outside their conformance kits, inference_contract imports only pydantic, and trainer_contract only numpy."""
     light = {"inference_contract": {"pydantic"}, "trainer_contract": {"numpy"}}.get(module.name.split(".")[0])
     if light is None or "conformance" in module.path:
         return
@@ -162,11 +163,11 @@ def contracts_are_light(module: Module) -> Problems:
 
 
 def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
-    """A file that imports torch is called torch_something, or is listed."""
+    """A file that imports a heavy library, such as torch, has its name in the path, or is in `HEAVY_ALLOWED`."""
     if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
         return
     words = set(re.split(r"[_/.]", module.path))
-    # transformers and accelerate are torch libraries, optax and tensorstore jax ones: the same file may hold them.
+    # Libraries on top of torch or jax: a file that is named for torch or jax may import them, too.
     kin = {
         "transformers": "torch",
         "accelerate": "torch",
@@ -209,7 +210,7 @@ def names_say_something(module: Module) -> Problems:
 
 
 def exceptions_are_named(module: Module) -> Problems:
-    """No bare or broad except outside process mains, unless it raises again or passes the exception to a future."""
+    """Only listed files catch every exception, unless the handler raises it again or passes it to a future."""
     if module.path.startswith(BROAD_EXCEPT_ALLOWED):
         return
     for node in ast.walk(module.tree):
@@ -231,7 +232,7 @@ def modules_open_with_what_they_are(module: Module) -> Problems:
 
 
 def data_is_never_code(module: Module) -> Problems:
-    """No pickle, eval or exec, and no loader that would unpickle."""
+    """No module uses pickle, eval or exec, or a loader that would unpickle."""
     for target in module.imports:
         if module.path not in PICKLE_ALLOWED and target.split(".")[0] in {
             "pickle",
@@ -274,7 +275,7 @@ def randomness_has_one_source(module: Module) -> Problems:
 
 
 def nothing_is_mocked(module: Module) -> Problems:
-    """Tests use real things and verified fakes."""
+    """No test uses a mock: tests use real objects or verified fakes."""
     for target in module.imports:
         if target.startswith("unittest.mock") or target.split(".")[0] in {"mock", "pytest_mock"}:
             yield f"imports {target}"
@@ -284,7 +285,7 @@ def nothing_is_mocked(module: Module) -> Problems:
 
 
 def implementation_is_not_inherited(module: Module) -> Problems:
-    """Bases are protocols, enums, errors and records; methods come by composition. A Protocol may extend a Protocol."""
+    """Classes inherit only from protocols, enums, errors and records, not from classes with methods."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ClassDef) or any(_dotted(base) == "Protocol" for base in node.bases):
             continue
@@ -356,7 +357,7 @@ def _is_broad(node: ast.expr | None) -> bool:
 
 
 def _hands_on(handler: ast.ExceptHandler) -> bool:
-    """True if the handler passes its exception, whole, to a future's `set_exception`."""
+    """Return True if the handler passes the exception that it has caught to `set_exception` of a future."""
     return any(
         isinstance(node, ast.Call)
         and _dotted(node.func).endswith(".set_exception")

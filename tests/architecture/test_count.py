@@ -10,7 +10,7 @@ from tests.architecture.traced_request import files_of_a_request
 from tests.architecture.tree import ROOT, Module
 from tests.patience import PATIENCE_S
 
-#: The most files that a newcomer has to open to follow a request.
+#: The largest number of files that a newcomer may have to open to follow a request through the code.
 MOST_OF_A_REQUEST = 17
 TREE = (
     Module("launch/a.py", "class A:\n    slots: int\n"),

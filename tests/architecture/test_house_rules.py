@@ -72,7 +72,7 @@ def test_forbidden_imports_of_config_and_training_are_detected() -> None:
     assert not list(doors_are_closed([publisher]))
 
 
-def test_rooms_in_the_docs_match_those_in_the_tree() -> None:
+def test_packages_named_in_the_architecture_docs_match_those_in_the_tree() -> None:
     drawing = (ROOT / "docs" / "understand" / "architecture.md").read_text()
     assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
     assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))

@@ -1,4 +1,4 @@
-"""Contracts, configuration, registry, objective and launcher import no heavy library, each in a new interpreter."""
+"""Contracts, configuration, registry, objective and launcher import no heavy library (tested in new interpreters)."""
 
 from __future__ import annotations
 

@@ -66,11 +66,11 @@ def test_house_rules_check_modules_of_every_package() -> None:
     assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.supervisor"} <= names
 
 
-def test_files_in_the_rules_exception_lists_exist() -> None:
+def test_files_in_the_exception_lists_of_the_house_rules_exist() -> None:
     excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED, *OPENS_HTTP}
     assert excepted <= {module.path for module in project()}
 
 
-def test_listed_http_openers_open_connections() -> None:
+def test_every_file_that_is_listed_as_opening_http_connections_opens_them() -> None:
     for path in OPENS_HTTP:
         assert any(opener in (ROOT / path).read_text() for opener in HTTP_OPENERS), f"{path} opens none: off the list"

@@ -1,4 +1,4 @@
-"""The walks through the code in docs/understand/architecture.md name files and definitions that exist."""
+"""The four tours of the code in docs/understand/architecture.md name files and definitions that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.architecture.tree import ROOT
 
 DRAWING = (ROOT / "docs" / "understand" / "architecture.md").read_text()
 PLACES = sorted(set(re.findall(r"`([a-z_/]+\.py)` `([A-Za-z_.]+)`", DRAWING)))
-#: The largest number of files in each walk.
+#: How many files each tour may name at most.
 LENGTHS = {
     "A prompt becomes a step": 40,
     "A version is served": 24,
@@ -29,7 +29,7 @@ def test_definition_named_in_the_architecture_docs_exists(path: str, name: str) 
         body = getattr(found[0], "body", [])
 
 
-def test_architecture_docs_describe_four_walks_of_limited_length() -> None:
+def test_architecture_docs_describe_four_code_tours_with_a_limited_number_of_files() -> None:
     walks = re.split(r"^\*\*(.+)\*\*$", DRAWING, flags=re.MULTILINE)[1:]
     told = dict(zip(walks[::2], walks[1::2], strict=True))
     assert told.keys() == LENGTHS.keys()
@@ -38,6 +38,6 @@ def test_architecture_docs_describe_four_walks_of_limited_length() -> None:
         assert 5 <= len(files) <= LENGTHS[name], f"{name}: {len(files)} files"
 
 
-def test_reading_list_in_the_architecture_docs_has_1200_to_2000_lines() -> None:
+def test_files_in_the_reading_list_of_the_architecture_docs_have_1200_to_2000_lines() -> None:
     names = re.findall(r"`([a-z_/]+\.py)`", DRAWING.partition("## An hour of reading")[2])
     assert 1200 <= sum((ROOT / name).read_text().count("\n") for name in names) <= 2000

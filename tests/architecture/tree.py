@@ -1,4 +1,4 @@
-"""The project's sources as values: every module parsed once, its room and floor, and its imports."""
+"""The project's modules, each parsed once, with its imports, its room (package) and its floor (layer)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("inference_contract", "trainer_contract", "pipelinerl", "launch", "benchmarks")
 
-#: The floor of each room (DESIGN section 3). A module directly below `pipelinerl/` is a room, named like the module.
+#: The floor of each room: a room may import only lower floors (DESIGN section 3). A room is a top-level package, or a
+#: module directly below `pipelinerl/`.
 FLOORS: dict[str, float] = {
     "inference_contract": 0,
     "trainer_contract": 0,

@@ -4,8 +4,8 @@
     python -m tests.architecture.voice --list     each place, as path:line and text
 
 Counted are product files, tests and benchmarks: docstrings whose first line is a clause ("What…", "Whether…", "Of…",
-"So…") or a question instead of an imperative or a noun phrase; and worn words in docstrings, comments and docs, that
-have a plain counterpart in the field. README and docs count by words in a sentence.
+"So…") or a question instead of an imperative or a noun phrase; and words of the list `WORN` in docstrings, comments
+and docs, for which the field has a plainer word. For README and docs, it counts the words per sentence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Place = tuple[str, int, str]
 
 
 def sources(*folders: str) -> list[Path]:
-    """Return the Python files below these folders, sorted."""
+    """Return the Python files below the given folders, sorted."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if ".venv" not in path.parts)
 
 

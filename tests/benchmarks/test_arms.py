@@ -1,4 +1,4 @@
-"""Arms of training benchmarks: figures of a run, tables, and records that are resumed."""
+"""Tests of training benchmarks that compare several arms (variants): metrics of a run, tables, and resumed records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def events_of(steps: int) -> list[Event]:
     return events
 
 
-def test_benchmark_figures_are_computed_from_the_steps() -> None:
+def test_benchmark_metrics_are_computed_from_the_events_of_training_steps() -> None:
     row = figures_of(JOB, finished(events_of(4)))
     assert (row["accuracy"], row["age"], row["ess"]) == (0.5, 2.0, pytest.approx(0.9))
     assert (row["reward"], row["area"]) == (pytest.approx(0.4), pytest.approx(0.25))
@@ -40,13 +40,13 @@ def test_benchmark_figures_are_computed_from_the_steps() -> None:
     assert row["by_seconds"][0] == pytest.approx((1.0, 2.0, 3.0, 4.0))
 
 
-def test_error_names_a_benchmark_figure_missing_from_the_steps() -> None:
+def test_error_names_the_metric_that_a_benchmark_needs_and_the_step_events_lack() -> None:
     events = [{key: value for key, value in event.items() if key != "stale_tokens"} for event in events_of(2)]
     with pytest.raises(ValueError, match="to report stale_tokens"):
         figures_of(JOB, finished(events))
 
 
-def test_benchmark_table_has_a_row_per_arm_and_marks_incomplete_runs() -> None:
+def test_benchmark_table_has_a_row_per_compared_variant_and_marks_incomplete_runs() -> None:
     def row(arm: str, value: float | None, completed: bool = True) -> dict[str, Any]:
         return {"arm": arm, "value": value, "completed": completed}
 
@@ -89,7 +89,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
     assert [row["value"] for row in rows] == [0, 1]
 
 
-def test_disturbed_benchmark_run_is_repeated_once_and_the_quieter_one_kept(
+def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, trained = tmp_path / "b.json", list[str]()

@@ -1,4 +1,4 @@
-"""The benchmark of drift: naive rendering changes what was sampled, and the gateway's continuation does not."""
+"""The benchmark of token drift: rendering a conversation again changes sampled tokens, and the gateway keeps them."""
 
 from __future__ import annotations
 

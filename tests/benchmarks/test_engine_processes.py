@@ -1,4 +1,4 @@
-"""Benchmarks that start an engine, with windows too short for a figure."""
+"""Tests of benchmarks that start an engine; they measure too briefly for meaningful results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, ma
 
 
 @pytest.mark.slow
-def test_benchmark_engine_stays_busy_and_ends_with_its_context(tmp_path: Path) -> None:
+def test_benchmark_engine_stays_busy_and_ends_with_its_with_block(tmp_path: Path) -> None:
     random_decoder(SHAPE).save_pretrained(tmp_path)
     core = min(os.sched_getaffinity(0))
     order = EngineOrder(folder=tmp_path, slots=2, context=64, load=Load(samples=2, tokens=8), core=core)
@@ -36,14 +36,16 @@ def test_benchmark_engine_stays_busy_and_ends_with_its_context(tmp_path: Path) -
         assert os.sched_getaffinity(engine.pid) == {core}
         first, second = asyncio.run(two_readings(engine.url))
     assert second["generated_tokens_total"] > first["generated_tokens_total"]
-    # There are two requests of two samples at a time; between two steps all of them may wait.
+    # Two requests of two samples each are in progress; between two steps, all four samples may be waiting.
     assert second["running_sequences"] + second["waiting_sequences"] <= 4
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
 
 
 @pytest.mark.slow
-def test_benchmark_engine_that_cannot_start_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_raises_an_error_if_its_engine_cannot_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with (
         pytest.raises(RuntimeError, match="ended before it was ready"),
         served(EngineOrder(folder=tmp_path / "nothing", slots=2, context=64)),

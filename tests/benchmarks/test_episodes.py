@@ -1,4 +1,4 @@
-"""The benchmark `episodes`: a crowd of episodes keeps small engines busy, and all of them end."""
+"""The benchmark `episodes`: many concurrent episodes keep small engines busy, and all episodes end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpu_check` without a GPU: it checks nothing, and its rehearsal runs."""
+"""`gpu_check` on a machine without a GPU: it refuses to check, but its rehearsal on the CPU (`--device cpu`) runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", ["correctness", "parity"])
-def test_gpu_check_rehearsal_finds_equal_log_probs(part: str, folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_trainer(part: str, folder: Path) -> None:
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert result["fp32_max"] < 1e-4
@@ -54,32 +54,32 @@ def test_gpu_check_rehearsal_measures_rates(part: str, figure: str, folder: Path
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
 
 
-def test_gpu_check_rehearsal_finds_cached_prefixes(folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_prefixes_in_the_kv_cache(folder: Path) -> None:
     _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
     assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
 
 
 @pytest.mark.slow
 def test_gpu_check_rehearsal_computes_gradients_of_a_large_vocabulary(folder: Path) -> None:
-    """The output layer is computed in pieces, because all logits at once exceed the limit."""
+    """The trainer computes the output layer in pieces, because all logits together exceed its memory limit."""
     _, result = gpu_check.attempt("vocabulary", folder, replace(SMALL, head_vocab=2**18), CPU)
     assert result["errors"][1] <= 0.003
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_notices_a_member_killed_in_a_broadcast(folder: Path) -> None:
+def test_gpu_check_rehearsal_detects_that_a_rank_was_killed_during_a_broadcast(folder: Path) -> None:
     _, result = gpu_check.attempt("killed", folder, SMALL, CPU)
     assert result["error"] != "none" and result["works_again"]
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_finds_jax_equal_to_torch(folder: Path) -> None:
+def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(folder: Path) -> None:
     _, result = gpu_check.attempt("jax", folder, SMALL, CPU)
     assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
 
 
-def test_gpu_check_finds_the_attention_kernel_equal_to_buckets() -> None:
-    """The kernel is a verified fake, in fp32; the check itself needs CUDA."""
+def test_gpu_check_finds_equal_results_of_the_varlen_kernel_and_padded_attention_buckets() -> None:
+    """The kernel is a verified fake in fp32, because the real check needs CUDA."""
     scale = replace(SMALL, segment=24)
     layers = {each.name: each for each in gpu_attention.layers(varlen_attention, scale, CPU, torch.float32)}
     for layer in layers.values():
@@ -96,7 +96,7 @@ def test_gpu_check_times_the_attention_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsal_covers_optimizer_state_on_the_host(folder: Path) -> None:
+def test_gpu_check_rehearsal_covers_optimizer_state_in_host_memory(folder: Path) -> None:
     rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
     assert all(row.met is not False for row in rows) and len(rows) == 6
     assert result["host"]["apart"] <= 1e-6

@@ -1,4 +1,4 @@
-"""Paired measurements, tables and records."""
+"""Paired measurements, which alternate between the compared variants, and their tables and records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.measure import Interval, Paired, Row, bootstrap_median, paired, 
 from tests.patience import SOON_S
 
 
-def test_paired_arms_alternate_and_warmup_is_discarded() -> None:
+def test_paired_measurement_alternates_between_variants_and_discards_warmup_rounds() -> None:
     ran: list[str] = []
 
     def arm(name: str, value: float) -> float:
@@ -26,7 +26,7 @@ def test_paired_arms_alternate_and_warmup_is_discarded() -> None:
 
 
 def test_paired_ratio_is_the_median_of_the_ratios_of_each_round() -> None:
-    """The machine slows tenfold in round 2, which would change a ratio of medians."""
+    """In round 2 the machine is ten times slower, which would distort the ratio of the two medians."""
     measured = Paired({"slow": (2.0, 20.0, 2.2), "fast": (1.0, 10.0, 1.1)})
     assert measured.ratio("slow", "fast") == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
 
@@ -45,12 +45,12 @@ def test_measurement_that_is_not_a_positive_finite_number_is_rejected(value: flo
         paired({"a": lambda: value}, rounds=1)
 
 
-def test_measurement_without_arms_is_rejected() -> None:
+def test_paired_measurement_without_variants_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least one arm"):
         paired({}, rounds=3)
 
 
-def test_seconds_of_measures_wall_time() -> None:
+def test_seconds_of_returns_the_wall_time_of_a_function_call() -> None:
     import time
 
     assert 0.02 <= seconds_of(lambda: time.sleep(0.02))() < SOON_S

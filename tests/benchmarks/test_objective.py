@@ -1,4 +1,4 @@
-"""Arms of the objective benchmark do the same work."""
+"""All variants that the objective benchmark compares compute the same gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from benchmarks.objective import PROMPT, SAMPLED, arms, micro_batch
 
 
-def test_objective_benchmark_arms_have_equal_gradients() -> None:
+def test_compared_variants_of_the_objective_benchmark_have_equal_gradients() -> None:
     works = arms(4 * (PROMPT + SAMPLED))
     gradient = works["slots"]()
     torch.testing.assert_close(works["minimum"](), gradient, rtol=1e-5, atol=1e-9)

@@ -1,4 +1,4 @@
-"""The benchmark `rlvr` reports a reward as risen only if the intervals of first and last steps do not overlap."""
+"""The benchmark `rlvr` reports a rise only if the reward intervals of first and last steps do not overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def step(number: int, **rewards: float) -> dict[str, object]:
 
 
 def straight(first: float, last: float, *, spread: float = 0.0) -> dict[str, object]:
-    """Return curves from `first` to `last` in a straight line, with every other step `spread` above it."""
+    """Return the curves of a reward that moves linearly from `first` to `last`; every other step adds `spread`."""
     count = 4 * WINDOW
     rewards = [first + (last - first) * place / (count - 1) + spread * (place % 2) for place in range(count)]
     steps = [step(place + 1, sums=reward) for place, reward in enumerate(rewards)]
@@ -33,7 +33,7 @@ def test_flat_falling_or_noisy_reward_is_not_reported_as_risen(first: float, las
     assert straight(first, last, spread=spread)["rises"] is False
 
 
-def test_reward_curve_skips_steps_without_the_domain() -> None:
+def test_reward_curve_of_a_domain_skips_steps_without_rollouts_of_that_domain() -> None:
     steps = [step(place, sums=0.1) if place % 2 else step(place, others=0.9) for place in range(1, 21)]
     held_out = [{"by_domain": {"sums": {"accuracy": 0.0}}}]
     assert curves(steps, held_out, "sums")["rewards"] == [0.1] * 10

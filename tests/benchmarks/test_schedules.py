@@ -1,4 +1,4 @@
-"""Arms of the schedules benchmark differ in their schedule alone, with equal rollouts and optimizer steps."""
+"""The schedules benchmark compares runs that differ only in schedule, with equal rollouts and optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config_of(schedule: Schedule, cell: Cell) -> RunConfig:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_schedule_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
+def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(cell: Cell) -> None:
     for config in (config_of(schedule, cell) for schedule in schedules()):
         rollouts = load(RECIPE).training.rollouts_per_step
         assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
@@ -28,7 +28,7 @@ def test_schedule_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> No
         assert config.training.rollouts_per_step == rollouts * mini_batching_of(config).mini_batches
 
 
-def test_schedule_arms_differ_only_in_their_schedule() -> None:
+def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedule() -> None:
     plain = load(RECIPE, list(CELLS[0].changes))
     theirs = ("staleness", "training", "run", "evaluation", "checkpoint")
     for schedule in schedules():
@@ -39,7 +39,7 @@ def test_schedule_arms_differ_only_in_their_schedule() -> None:
         assert objective_of(config) == objective_of(plain)
 
 
-def test_schedules_benchmark_has_both_length_distributions() -> None:
+def test_schedules_benchmark_covers_fixed_and_heavy_tailed_answer_lengths() -> None:
     assert {cell.lengths for cell in CELLS} == {"fixed", "heavy-tailed"}
     assert len({schedule.name for schedule in schedules()}) == 8
 
@@ -59,7 +59,7 @@ def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
 
 
-def test_schedule_ratio_is_relative_to_the_best_conventional_arm_and_paired_by_seed() -> None:
+def test_schedule_speed_is_compared_with_the_best_conventional_schedule_seed_by_seed() -> None:
     times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
         {"cell": "c", "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
@@ -72,7 +72,7 @@ def test_schedule_ratio_is_relative_to_the_best_conventional_arm_and_paired_by_s
     assert found["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_trials_choose_the_fastest_use_of_cores_and_then_the_best_learning_rate(
+def test_trials_of_a_schedule_choose_the_fastest_core_allocation_and_then_the_best_learning_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:

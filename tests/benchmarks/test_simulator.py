@@ -1,4 +1,4 @@
-"""Arms of the simulator benchmark differ in their schedule alone, and the paced recipe loads."""
+"""The simulator benchmark compares runs that differ only in their schedule, and its slowed-down recipe loads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(recipe: Path, arm: str) -> RunConfig:
     return load(recipe, changes_of(arm, steps=40))
 
 
-def test_simulator_arms_differ_only_in_their_schedule(recipe: Path) -> None:
+def test_runs_of_the_simulator_benchmark_differ_only_in_their_schedule(recipe: Path) -> None:
     plain = load(recipe)
     for arm in ARMS:
         config = config_of(recipe, arm)
@@ -38,7 +38,7 @@ def test_simulator_arms_differ_only_in_their_schedule(recipe: Path) -> None:
         assert config.training.rollouts_per_step == 64 * config.training.mini_batches
 
 
-def test_simulated_schedules_rank_by_speed_and_staleness_as_expected(recipe: Path) -> None:
+def test_simulator_ranks_schedules_by_speed_and_staleness_as_expected(recipe: Path) -> None:
     predictions: dict[str, Prediction] = {}
     for arm in ARMS:
         lengths = HeavyTailedLengths(12.0, 0.8, 48)
@@ -55,7 +55,7 @@ def test_simulated_schedules_rank_by_speed_and_staleness_as_expected(recipe: Pat
 
 
 def tokens_per_s(engines: int) -> float:
-    """Simulate a fleet with 8 rollouts per engine and step; actors and trainer grow along."""
+    """Return the simulated throughput of a run whose actors, trainer and step size grow with the number of engines."""
     setting = SimulatedSetting(
         steps=5,
         engines=engines,
@@ -74,5 +74,5 @@ def tokens_per_s(engines: int) -> float:
     return simulate(setting, Hardware(engine=ENGINE, trainer=trainer)).tokens_per_s
 
 
-def test_simulated_throughput_scales_with_the_fleet() -> None:
+def test_simulated_throughput_is_proportional_to_the_number_of_engines() -> None:
     assert 7.0 < tokens_per_s(128) / tokens_per_s(16) < 9.0

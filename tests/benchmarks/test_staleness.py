@@ -1,4 +1,4 @@
-"""Arms of the staleness benchmark differ in j, k and the importance weight."""
+"""The staleness benchmark compares runs that differ in the staleness bounds (j, k) and the importance weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_staleness_arm_uses_reinforce_with_the_importance_weight_in_its_name(arm: str) -> None:
+def test_each_run_of_the_staleness_benchmark_uses_reinforce_with_the_importance_weight_in_its_name(arm: str) -> None:
     config = load(RECIPE, ARMS[arm])
     assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {
@@ -33,7 +33,7 @@ def test_each_staleness_arm_uses_reinforce_with_the_importance_weight_in_its_nam
     assert gradient.tolist() == pytest.approx((-weight * ADVANTAGES).tolist())
 
 
-def test_staleness_arms_differ_only_in_bounds_and_objective() -> None:
+def test_runs_of_the_staleness_benchmark_differ_only_in_staleness_bounds_and_objective() -> None:
     recipe = load(RECIPE)
     same = [
         config.model_copy(update={"staleness": recipe.staleness, "objective": recipe.objective})

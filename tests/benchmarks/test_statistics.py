@@ -1,4 +1,4 @@
-"""Statistics of the benchmarks against known numbers."""
+"""The statistics that the benchmarks compute, compared with known values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_bootstrap_median_resists_an_outlier() -> None:
 
 
 def test_bootstrap_interval_covers_the_median_95_percent_of_the_time() -> None:
-    """The true median of 400 samples of 25 normal numbers, 0, lies in about 95 % of the intervals."""
+    """Compute intervals for 400 samples of 25 standard normal numbers; about 95 % contain the true median, 0."""
     draw = np.random.Generator(np.random.PCG64(7))
     intervals = [bootstrap_median(draw.normal(size=25).tolist(), draws=500) for _ in range(400)]
     covered = np.mean([interval.low <= 0.0 <= interval.high for interval in intervals])
@@ -30,7 +30,7 @@ def test_bootstrap_interval_covers_the_median_95_percent_of_the_time() -> None:
 
 def test_paired_ratio_divides_samples_in_order() -> None:
     measured = Paired({"a": (1.0, 4.0, 9.0), "b": (2.0, 2.0, 3.0)})
-    assert measured.ratio("a", "b").median == 2.0  # of 0.5, 2 and 3
+    assert measured.ratio("a", "b").median == 2.0  # the median of the ratios 0.5, 2 and 3
     assert measured.ratio("b", "a").median == 0.5
 
 
@@ -51,13 +51,13 @@ EVENTS = [
 ]
 
 
-def test_benchmark_clock_starts_at_the_end_of_the_first_evaluation() -> None:
+def test_benchmark_time_is_counted_from_the_end_of_the_first_evaluation() -> None:
     assert arm_of(EVENTS, 0.0).curve == [(0, 0.0, 0.91), (50, 28.0, 0.80), (100, 60.0, 0.92), (150, 87.0, 0.90)]
     with pytest.raises(ValueError, match="got 1 in all"):
         arm_of(EVENTS[:3], 0.0)
 
 
-def test_target_reached_before_training_does_not_count() -> None:
+def test_target_accuracy_reached_before_training_does_not_count() -> None:
     arm = arm_of(EVENTS, 0.0)
     assert arm.crossing(0.90) == Crossing(100, 60.0, True)
     assert arm.crossing(0.95) == Crossing(150, 87.0, False)
@@ -68,7 +68,7 @@ def test_step_time_is_the_median_time_between_step_ends() -> None:
     assert arm.ends == [2.0, 4.5, 18.0, 20.5] and arm.seconds_per_step == 2.5
 
 
-def test_comparison_reports_a_target_that_our_arm_never_reached() -> None:
+def test_comparison_reports_that_our_run_never_reached_the_target_accuracy() -> None:
     quick = Arm([(0, 0.0, 0.4), (10, 20.0, 0.95)], [], load=0.0)
     slow = Arm([(0, 0.0, 0.4), (10, 40.0, 0.95)], [], load=0.0)
     never = Arm([(0, 0.0, 0.4), (10, 20.0, 0.41)], [], load=0.0)

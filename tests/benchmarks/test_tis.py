@@ -1,4 +1,4 @@
-"""Arms of the TIS benchmark are the note's objectives; its figures come from the steps."""
+"""The TIS benchmark compares the objectives of Yao et al. 2025; its metrics come from step events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
-#: log π, log π_old, log μ and advantage of tokens: on and off policy, beyond the clip and beyond the cap.
+#: log π, log π_old, log μ and advantage of each token: on-policy and off-policy tokens, and tokens whose ratio exceeds
+#: the clip range or the cap of the importance weight.
 TOKENS = [
     (-1.0, -1.0, -1.0, 1.0),
     (-1.0, -1.0, -2.5, 1.0),
@@ -46,7 +47,7 @@ def _columns() -> dict[str, object]:
 
 
 def _expected(name: str) -> list[float]:
-    """Return d loss / d log π of each token by the note: −w · A · r unless PPO's minimum is the clipped term."""
+    """Return d loss / d log π of each token as in Yao et al. 2025: −w · A · r, or 0 where PPO clips the ratio r."""
     gradients = []
     for current, old, behavior, advantage in TOKENS:
         correction = float(np.exp(old - behavior))
@@ -63,13 +64,13 @@ def _config(arm: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_tis_arm_has_the_gradient_of_the_notes_objective(arm: str) -> None:
+def test_each_run_of_the_tis_benchmark_has_the_gradient_of_the_published_objective(arm: str) -> None:
     objective = resolve(_config(arm).objective)
     gradient = objective.prediction_gradient(np.array(TOKENS)[:, 0], _columns())
     assert gradient.tolist() == pytest.approx(_expected(arm.split()[-1]))
 
 
-def test_tis_arms_differ_only_in_objective_and_weight_format() -> None:
+def test_runs_of_the_tis_benchmark_differ_only_in_objective_and_weight_format() -> None:
     reference, native, *others = (_config(arm) for arm in ARMS)
     assert reference.model_dump() == load(RECIPE).model_dump()
     assert {other.engine.weights for other in others} == {WeightFormat.INT8}
@@ -89,7 +90,7 @@ def _events(steps: int) -> list[Event]:
         logprobs=current,
         behavior_logprobs=behavior,
         old_logprobs=old,
-        versions=np.array([3] * (size - 2) + [2] * 2),  # the last two are stale
+        versions=np.array([3] * (size - 2) + [2] * 2),  # an older version sampled the last two tokens
         turn_versions=np.array([3] * (size - 2) + [2] * 2),
         responses=np.arange(size),
     )
@@ -111,7 +112,7 @@ def _finished(events: list[Event]) -> FinishedRun:
 JOB = Job("native PPO", 0, RECIPE, ())
 
 
-def test_tis_figures_are_computed_from_the_steps() -> None:
+def test_metrics_of_the_tis_benchmark_are_computed_from_step_events() -> None:
     row = figures(JOB, _finished(_events(4)))
     assert row["accuracy"] == 0.5
     assert row["curves"]["accuracy"][1][-1] == pytest.approx(0.4)
@@ -122,7 +123,7 @@ def test_tis_figures_are_computed_from_the_steps() -> None:
     assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"
 
 
-def test_error_names_a_tis_figure_missing_from_the_steps() -> None:
+def test_error_names_the_metric_that_the_tis_benchmark_needs_and_the_step_events_lack() -> None:
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report ess"):
         figures(JOB, _finished(events))

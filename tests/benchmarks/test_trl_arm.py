@@ -1,4 +1,4 @@
-"""TRL's arm has the recipe's problems, reward and update; TRL itself runs in the slow test only."""
+"""Benchmark runs with TRL use the recipe's problems, rewards and updates; only the slow test runs TRL itself."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from pipelinerl.roles.wiring import training_problems
 from tests.patience import PATIENCE_S
 
 
-def test_trl_arm_rewards_come_from_the_recipes_verifiers() -> None:
+def test_rewards_in_trl_benchmark_runs_come_from_the_verifiers_of_the_recipe() -> None:
     config = load(TINY.recipe)
     problem = training_problems(config).problem(3)
     with Judge(config) as judge:
         assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
-def test_trl_arguments_come_from_the_recipe() -> None:
+def test_trl_arguments_are_derived_from_the_recipe() -> None:
     config = load(TINY.recipe, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
     given = grpo_arguments(config, steps=7, folder="f")
     assert given["loss_type"] == "dr_grpo"
-    assert given["max_grad_norm"] == pytest.approx(0.05)  # its loss is 1/10 of ours
+    assert given["max_grad_norm"] == pytest.approx(0.05)  # TRL's loss is 1/10 of ours
     assert given["beta"] == 0.0
     assert given["per_device_train_batch_size"] == config.training.rollouts_per_step
     assert given["scale_rewards"] == "none"
 
 
-def test_trl_clip_bounds_come_from_the_recipe() -> None:
+def test_trl_clip_bounds_are_derived_from_the_recipe() -> None:
     grad1 = '{ kind = "clipped_ratio", epsilon_low = 0.1, epsilon_high = 0.3 }'
     given = grpo_arguments(load(TINY.recipe, [f"objective.grad1={grad1}"]), steps=7, folder="f")
     assert (given["epsilon"], given["epsilon_high"]) == (0.1, 0.3)
@@ -53,12 +53,12 @@ def test_objective_that_trl_cannot_express_is_rejected() -> None:
 def test_benchmark_clock_excludes_paused_time() -> None:
     times = iter([10.0, 11.0, 14.0, 20.0])
     clock = Clock(now=lambda: next(times))
-    clock.start()  # at 10
-    assert clock.without(lambda: 0.5) == 0.5  # 11 to 14
-    assert clock.seconds() == 7.0  # 20 - 10 - 3
+    clock.start()  # the clock shows 10 s
+    assert clock.without(lambda: 0.5) == 0.5  # paused from 11 s to 14 s
+    assert clock.seconds() == 7.0  # from 10 s to 20 s, less a pause of 3 s
 
 
-def test_trl_arm_answers_end_at_the_first_end_token() -> None:
+def test_answers_in_trl_benchmark_runs_end_at_the_first_end_token() -> None:
     assert until_end([7, 8, 4, 9], ends=[4]) == [7, 8]
     assert until_end([7, 8], ends=[4]) == [7, 8]
     assert until_end([4], ends=[4]) == []
@@ -74,7 +74,7 @@ def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is installed by `make bench`")
-def test_trl_arm_trains_and_reports_its_curve(tmp_path: Path) -> None:
+def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path: Path) -> None:
     changes = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(to_table(load(TINY.recipe, changes))))
@@ -103,6 +103,6 @@ def test_smollm2_recipe_translates_to_trl() -> None:
         assert judge.rewards([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
 
 
-def test_accuracy_gain_counts_only_the_first_half_hour() -> None:
+def test_accuracy_gain_is_measured_over_the_first_half_hour_only() -> None:
     curve = [(0, 0.0, 0.5), (5, 900.0, 0.75), (10, 1801.0, 1.0)]
     assert gain(Arm(curve, [], load=0.0)) == 0.25

@@ -36,7 +36,7 @@ def with_domain(**domain: object) -> RunConfig:
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
-def test_check_warns_that_slow_domains_of_a_mixture_lose_groups() -> None:
+def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]
@@ -188,7 +188,7 @@ def test_check_rejects_a_failing_or_invalid_user_filter(filter: str, sentence: s
 
 
 @pytest.mark.parametrize("key", ["engine.type", "trainer.type"])
-def test_check_accepts_options_of_a_user_engine_or_trainer_that_exists(key: str, tmp_path: Path) -> None:
+def test_check_accepts_any_options_of_an_engine_or_trainer_written_by_the_user(key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*_): ...\n")
     section = key.partition(".")[0]
     refuse(load("tiny", [f"{key}={tmp_path}/mine.py:make", f"{section}.options.zzz=1"]))
@@ -259,7 +259,7 @@ def test_check_accepts_valid_trainer_settings(overrides: list[str]) -> None:
 
 
 def test_check_before_a_run_imports_neither_torch_nor_transformers() -> None:
-    """`pipelinerl run` calls `refuse` first and then waits for its processes, in little memory."""
+    """`pipelinerl run` calls `refuse` in the process that later waits for all others, and must use little memory."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
         "from pipelinerl.commands.findings.problems import FIRST, refuse_problems; "
@@ -325,7 +325,7 @@ def test_check_rejects_an_incomplete_or_damaged_model_directory(
 
 
 def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
-    """`run` and `check` give the same message."""
+    """The commands `run` and `check` give the same message."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     named = json.loads((path / "tokenizer_config.json").read_text())
     template = named.pop("chat_template")
@@ -341,7 +341,7 @@ def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
-    """A padding token may have been added; only prompts with such tokens fail."""
+    """Often a padding token was added to the tokenizer alone; only a prompt that contains such a token fails."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     tokens = json.loads((path / "tokenizer.json").read_text())
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
@@ -549,7 +549,7 @@ def test_check_rejects_rescaled_rewards_combined_with_turn_credit(reward: dict[s
 
 
 def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
-    """Return the findings on the objective and the warnings."""
+    """Return the findings of `check` about the objective, and its warnings."""
     found = list(findings(load("tiny", [*QUICK, *overrides])))
     return [text for part, text in found if part == "objective"], [text for part, text in found if part == "warning"]
 

@@ -16,7 +16,7 @@ from tests.fakes.served import in_thread
 
 
 class Forgetful:
-    """A bigram trainer that does not count its steps."""
+    """A bigram trainer that breaks the contract, because it does not count its steps."""
 
     def __init__(self) -> None:
         self._trainer = BigramTrainer()

@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: scaling decisions on a run's events, by its recipe and with overrides."""
+"""`pipelinerl engines elastic` shows the scaling decisions that a rule would have made in a recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ URL = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of two minutes with one busy engine; the trainer waits half of the first minute, then never."""
+    """Return a run of two minutes with one busy engine, for which the trainer waits half of the first minute only."""
     directory = tmp_path_factory.mktemp("run")
     save(load("tiny", ["elastic.types.torch.max=2"]), directory / "recipe.toml")
     with EventLog(directory / "events.jsonl") as log:

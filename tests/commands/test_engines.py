@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:7001"
 
 @dataclass
 class Controller:
-    """A controller that records requests and reports scripted states of each engine, repeating the last."""
+    """A fake controller: it records requests, and reports the scripted states of each engine one by one."""
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -130,12 +130,12 @@ def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_p
 
 
 def test_engine_pinned_by_an_evaluation_counts_as_joined(controller: Controller, tmp_path: Path) -> None:
-    """A verified engine may be pinned at once."""
+    """An engine may be pinned for an evaluation as soon as it has passed its canary check."""
     controller.standings = {"engine-1": ["joining", "pinned"]}
     assert " pinned " in run(tmp_path, "add", "--type", "torch")
 
 
-def test_engine_can_be_added_under_another_name_of_this_host(controller: Controller, tmp_path: Path) -> None:
+def test_engine_at_this_host_can_be_added_by_the_host_name_localhost(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["healthy"]}
     assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
 
@@ -158,7 +158,7 @@ def test_each_engine_command_sends_its_request_to_the_controller(controller: Con
 def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(
     controller: Controller, tmp_path: Path
 ) -> None:
-    """The machine then needs no access to the run's directory."""
+    """With the URL, a command can run on a machine that cannot read the run directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")

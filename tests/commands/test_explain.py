@@ -89,7 +89,7 @@ def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
     rows = [line.split() for line in said.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
     assert len(rows) == 11
-    # π rises from 0.01 to 0.03: three times, which grpo clips if A > 0, and by 0.02, which prime-rl never does.
+    # π rises from 0.01 to 0.03. grpo clips the ratio 3 if A > 0; prime-rl never clips the difference 0.02.
     well = next(row for row in rows if row[4] == "'well'")
     assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
     late = next(row for row in rows if row[5] == "6")
@@ -107,7 +107,7 @@ def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored:
     assert refused.exit_code == 2 and "leave out the argument" in refused.output
 
 
-def test_explain_reads_parts_of_rewards_from_json(stored: Callable[[Any], str]) -> None:
+def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[[Any], str]) -> None:
     parts = [["right", 1, 1], ["short", 0.5, -1]]
     file = stored({"rollouts": [ROLLOUT | {"parts": parts}, OTHER | {"parts": [["right", 0, 1], ["short", 0.5, -1]]}]})
     lines = explain("gdpo", "--rollout", file).splitlines()[-3:]
@@ -118,7 +118,7 @@ def test_explain_reads_parts_of_rewards_from_json(stored: Callable[[Any], str]) 
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of one step on orders 4 and 7; order 7 also has a copy from an abandoned epoch."""
+    """Return a run whose only step trained orders 4 and 7; its stream also has groups that this step did not train."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 

@@ -1,4 +1,4 @@
-"""`pipelinerl chaos` finds the fault scenarios of its checkout, and fails with a message without one."""
+"""`pipelinerl chaos` runs the fault scenarios of the repository checkout, and fails with a message outside of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def test_chaos_command_lists_every_fault_scenario(capfd: pytest.CaptureFixture[s
     assert all(line.endswith(".") for line in listed)
 
 
-def test_chaos_command_plays_the_given_seeds_and_shows_figures(capfd: pytest.CaptureFixture[str]) -> None:
+def test_chaos_command_runs_a_scenario_with_the_given_seeds_and_counts_failures(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     done = CliRunner().invoke(cli.app, ["chaos", "--scenario", "starved", "--seed", "3", "--count", "2"])
     assert done.exit_code == 0
     assert capfd.readouterr().out.startswith("starved: 2 situations, 0 hung, 0 named wrongly (seeds 3 to 4, ")

@@ -19,7 +19,7 @@ from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
 
 
 def a_run(directory: Path, *, steps: int) -> Path:
-    """Write a run's directory with the figures of random rollouts."""
+    """Write a run directory whose step events have the mismatch metrics of random rollouts."""
     with EventLog(directory / "events.jsonl") as log:
         log.write("run_started", elapsed_s=0.0, run="r")
         for number in range(1, steps + 1):
@@ -47,7 +47,7 @@ def test_mismatch_command_shows_tables_and_advice_and_draws_a_picture(tmp_path: 
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mismatch_command_prints_its_figures_as_json(tmp_path: Path) -> None:
+def test_mismatch_command_prints_its_metrics_as_json(tmp_path: Path) -> None:
     record = json.loads(said(str(a_run(tmp_path, steps=3)), "--json"))
     assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
     assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}

@@ -45,8 +45,10 @@ def bubblewrap() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_uploaded_tests_of_public_data_layouts_become_links(tmp_path: Path, suffix: str) -> None:
-    """Checkers in Python need no compilation, so the test needs no sandbox."""
+def test_oubliette_upload_replaces_tests_in_the_layouts_of_public_data_sets_by_links(
+    tmp_path: Path, suffix: str
+) -> None:
+    """The checker programs in the data are in Python and need no compilation, so the test needs no sandbox."""
     file, out = tmp_path / f"problems.{suffix}", tmp_path / "linked.jsonl"
     if suffix == "jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -88,7 +90,7 @@ def _problem(row: dict[str, object]) -> CodeProblem:
     return CodeProblem.of(Problem(problem_id="p", domain="d", messages=(), ground_truth="", metadata=row))
 
 
-def test_upload_needs_exactly_one_of_url_and_repository(tmp_path: Path) -> None:
+def test_oubliette_upload_needs_exactly_one_of_url_and_repository(tmp_path: Path) -> None:
     for words in ([], ["--url", "http://127.0.0.1:9", "--repository", tmp_path]):
         with pytest.raises(UserError, match="either --url, of a service, or --repository"):
             invoke("upload", tmp_path / "x.jsonl", "--out", tmp_path / "y.jsonl", *words)

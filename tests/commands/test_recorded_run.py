@@ -1,4 +1,7 @@
-"""Recorded steps and groups of a run; a step's lineage names its trainer's epoch and all epochs before."""
+"""Steps and groups read from the records of a run.
+
+The lineage of a step names the epoch of its trainer (a new one begins at each restart) and all earlier epochs.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def test_recorded_step_without_a_trainer_ready_event_has_no_orders(tmp_path: Pat
     assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"
 
 
-def test_groups_of_a_killed_run_are_read_and_undecodable_records_skipped(tmp_path: Path) -> None:
-    """A killed run leaves its controller's address behind."""
+def test_groups_of_a_killed_run_are_read_and_undecodable_records_are_skipped(tmp_path: Path) -> None:
+    """The run directory still has the address of the controller, which does not answer."""
     (port,) = free_ports(1)
     (tmp_path / "controller.json").write_text(f'{{"url": "http://127.0.0.1:{port}", "token": null}}')
     given = group(3)
@@ -40,7 +43,7 @@ def test_groups_of_a_killed_run_are_read_and_undecodable_records_skipped(tmp_pat
     assert [each.index for each in found[given.index]] == [given.index]
 
 
-def test_recorded_step_knows_all_earlier_epochs_in_its_lineage(tmp_path: Path) -> None:
+def test_lineage_of_a_recorded_step_contains_all_earlier_trainer_epochs(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", run="ended", elapsed_s=0.0)
         for epoch, began_at in ((1, 0), (2, 1), (3, 2)):

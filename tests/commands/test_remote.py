@@ -74,7 +74,7 @@ def test_controller_client_decodes_responses_and_sends_the_users_name(
         assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
 
 
-def test_error_for_a_run_without_a_controller_says_what_state_it_is_in(tmp_path: Path) -> None:
+def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_path: Path) -> None:
     def said(run: Path) -> str:
         with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
             address_of(run)

@@ -135,7 +135,7 @@ def test_samples_command_shortens_long_answers(tmp_path: Path) -> None:
     assert len(output) < 5000 and "characters left out" in output
 
 
-def test_samples_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
     a_run(tmp_path, GROUPS[0], over=False)
 
     def go_on() -> None:

@@ -21,7 +21,7 @@ def with_domain(**domain: Any) -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "addition", **domain}]})
 
 
-def test_domain_overrides_prompts_and_sampling() -> None:
+def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run() -> None:
     (domain,) = with_domain(
         system_prompt="s",
         prompt_template="Say {prompt}",

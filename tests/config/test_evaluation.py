@@ -35,7 +35,7 @@ def test_recipe_without_evaluation_sets_gets_one_named_after_its_split() -> None
     assert (asked.name, asked.split, asked.interval_steps) == ("validation", "validation", None)
 
 
-def test_evaluation_set_overrides_single_defaults() -> None:
+def test_evaluation_set_can_override_each_default_separately() -> None:
     config = recipe(
         {"name": "quick", "problems": 8},
         {

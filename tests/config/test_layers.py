@@ -1,4 +1,4 @@
-"""Tests of recipe layers: a preset or kind replaces all of its settings in lower layers."""
+"""Tests of recipe layers (base, recipe, overrides): a preset or kind replaces its settings from lower layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def objective(*overrides: str) -> object:
 
 
 @pytest.mark.parametrize("override", ["objective.preset=ppo_tis", "objective=ppo_tis", 'objective={preset="ppo_tis"}'])
-def test_preset_override_replaces_the_objective_slots_of_the_base_recipe(override: str) -> None:
-    """If the slots of `tiny` were kept, ppo_tis would run without TIS."""
+def test_override_of_the_preset_replaces_all_objective_settings_of_the_base_recipe(override: str) -> None:
+    """If the objective settings of `tiny` were kept, the preset ppo_tis would run without TIS."""
     assert objective(override) == {"preset": "ppo_tis"}
     assert resolve(load("tiny", [override]).objective) == PRESETS["ppo_tis"].objective
 
@@ -35,22 +35,24 @@ def test_preset_override_replaces_the_objective_slots_of_the_base_recipe(overrid
         ("objective=ppo_tis", "objective.is_weight.high=4.0"),
     ],
 )
-def test_preset_and_its_refinement_may_be_given_in_any_order(overrides: tuple[str, ...]) -> None:
+def test_preset_and_overrides_of_single_objective_settings_may_be_given_in_any_order(
+    overrides: tuple[str, ...],
+) -> None:
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 
-def test_slot_override_without_a_preset_refines_the_base_objective() -> None:
+def test_override_of_one_objective_setting_without_a_preset_refines_the_base_objective() -> None:
     assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}  # type: ignore[dict-item]
     assert objective("objective.is_weight.high=3.0") == BASE | {"is_weight": {"kind": "one", "high": 3.0}}
 
 
-def test_kind_override_replaces_all_settings_of_its_slot() -> None:
-    """`epsilon_high` belongs to a clipped ratio only."""
+def test_override_of_the_kind_of_an_objective_term_replaces_all_settings_of_that_term() -> None:
+    """The base recipe sets `epsilon_high`, which only a clipped ratio has."""
     assert objective("objective.grad1.kind=sequence_ratio") == BASE | {"grad1": {"kind": "sequence_ratio"}}
     assert objective("objective.grad1=logprob") == BASE | {"grad1": {"kind": "logprob"}}
 
 
-def test_derived_recipe_is_merged_like_overrides(tmp_path: Path) -> None:
+def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('base = "tiny"\n[objective]\npreset = "ppo_tis"\n')
     assert resolve(load(recipe).objective) == PRESETS["ppo_tis"].objective
@@ -64,7 +66,7 @@ def test_derived_recipe_is_merged_like_overrides(tmp_path: Path) -> None:
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_base_objective_given_by_name_can_be_refined() -> None:
+def test_base_objective_given_by_preset_name_can_be_refined() -> None:
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }
@@ -135,7 +137,7 @@ def test_saved_recipe_loads_equal_from_another_directory(tmp_path: Path, monkeyp
     assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
 
 
-def test_values_that_are_not_file_names_are_unchanged(tmp_path: Path) -> None:
+def test_resolving_relative_paths_in_a_recipe_changes_only_file_names(tmp_path: Path) -> None:
     table = {
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],

@@ -28,7 +28,7 @@ def older(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_resume_knobs_and_replay_reject_a_run_of_an_older_layout(older: Path) -> None:
+def test_commands_resume_knobs_and_replay_reject_a_run_directory_of_an_older_layout(older: Path) -> None:
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: it was begun by another version"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):

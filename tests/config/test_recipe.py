@@ -21,7 +21,7 @@ MINIMAL = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "addition
 
 
 def refusal(*overrides: str) -> str:
-    """Return the error message of the shipped recipe with these overrides."""
+    """Return the error message for the shipped recipe with the given overrides."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", overrides)
     return str(refused.value)

@@ -52,7 +52,7 @@ def test_error_names_the_invalid_judge_setting(judge: dict[str, Any], sentence: 
     assert sentence in refused(verifier="judge", judge=judge)
 
 
-def test_judge_verifier_and_judge_table_require_each_other() -> None:
+def test_judge_verifier_and_judge_section_require_each_other() -> None:
     assert "domains.d.judge must name a server" in refused(verifier="judge")
     assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
     assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
@@ -96,7 +96,9 @@ def test_oubliette_languages_must_be_known() -> None:
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_verifier_services_judge_if_started_or_chosen_by_the_recipe(changes: list[str], uses_services: bool) -> None:
+def test_verifier_services_are_used_if_the_recipe_starts_or_chooses_them(
+    changes: list[str], uses_services: bool
+) -> None:
     assert load("tiny", changes).verification.uses_services is uses_services
 
 

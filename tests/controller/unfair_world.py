@@ -63,9 +63,9 @@ from tests.fakes.rollouts import rollout
 
 URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
 K: Final = (1, 2, 3, 5, 8, 16, 32)
-#: Seconds per round of `recover`; an evaluation may postpone updates for two rounds and lack answers for four.
+#: Seconds per round of `recover`. Evaluation deadlines are multiples of it (see `unfair_controller`).
 TICK_S: Final = 5.0
-#: With this many groups in flight, no more prompts are issued.
+#: The number of groups in flight at which the controller issues no more prompts.
 ROOM: Final = 16
 
 
@@ -97,12 +97,12 @@ def unfair_controller(rng: random.Random) -> Controller:
 
 @dataclass
 class UnfairWorld:
-    """All roles except the controller."""
+    """The simulated roles around the controller: operator, engines, trainer, actors, stream server and clock."""
 
     rng: random.Random
     controller: Controller
     now: float = 1.0
-    # State of the engines: the incarnation at each URL (0: none), and its version.
+    # State of the engines: the incarnation that runs at each URL (0: none), and the version and epoch that it serves.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     epoch_served: dict[str, int] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role work until `steps` more steps are made; return what the run waits for instead, or ""."""
+        """Let every role work until `steps` more steps are made; return "", or what the run waits for instead."""
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:
@@ -201,7 +201,7 @@ class UnfairWorld:
                     self.answer(fair=True)
                 self.step()
             if self.question is not None:
-                self.tell(self.question)  # the first copy may have been lost
+                self.tell(self.question)  # the first copy of the report may have been lost
             else:
                 self.starve()
         return waiting_for(self.controller.state, now=self.now)
@@ -310,7 +310,7 @@ class UnfairWorld:
             self.read = len(self.arrived)
 
     def publish(self, *, fair: bool = False) -> None:
-        """End the publication under way: each engine has the weights, fails, or is skipped."""
+        """End the current weight publication: each engine gets the weights, fails, or is skipped."""
         if self.publication is None:
             return
         directive, self.publication = self.publication, None
@@ -518,18 +518,18 @@ class UnfairWorld:
 
 @cache
 def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
-    """Return a rollout, cached because creating rollouts would dominate the run time."""
+    """Return a rollout; it is cached, because creating rollouts would dominate the run time of the tests."""
     return rollout(reward=reward, version=version, epoch=epoch)
 
 
 def unfair_world(seed: int) -> UnfairWorld:
-    """Return the world of a seed, with its trainer and first engine started."""
+    """Return the simulated run of a seed, with its trainer and first engine started."""
     rng = random.Random(seed)
     return UnfairWorld(rng, unfair_controller(rng))
 
 
 def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
-    """Make up to `events` random events, then recover; return the world, and what the run still waits for."""
+    """Make up to `events` random events, and recover; return the world, and what `recover` returned."""
     world = unfair_world(seed)
     world.recover(steps=world.rng.randrange(2), rounds=rounds)
     for _ in range(world.rng.randrange(events)):

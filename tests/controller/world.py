@@ -1,6 +1,6 @@
 """A simulated run around the real `Controller` and `Batcher`: no clock, no I/O, all choices from one seed.
 
-An engine is the version that it serves; the actors are a list of orders being sampled.
+An engine is represented by the version that it serves, and the actors by a list of orders in progress.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def held_out_problem(name: str, index: int) -> Problem:
 
 
 def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem of domain `a`, which has large groups, or of domain `b`, in irregular order."""
+    """Return a problem of domain `a`, which has large groups, or of domain `b`; the two alternate irregularly."""
     return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
@@ -97,7 +97,7 @@ def controller(
     room: int = 50,
     **changes: Any,
 ) -> Controller:
-    """Return a controller that expects one engine; with `large`, groups of domain `a` have this size."""
+    """Return a controller that expects one engine; `large`, unless it is 0, is the group size of domain `a`."""
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
     asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
@@ -123,7 +123,7 @@ def controller(
 
 @dataclass
 class World:
-    """All roles except the controller, and a record of what happened."""
+    """The simulated engine, trainer and actors around the controller, and a record of what happened."""
 
     controller: Controller
     rng: random.Random
@@ -192,7 +192,7 @@ class World:
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """Let an actor take an order and begin it on the engine that it names, or else on one that serves."""
+        """Let an actor begin an order, on the engine that the order names, or else on any engine that serves."""
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
             url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
@@ -257,7 +257,7 @@ class World:
         )
 
     def train(self) -> None:
-        """Let the trainer step if it can, or else report ended orders."""
+        """Let the trainer take a step if it has enough groups; otherwise let it report the orders that have ended."""
         if self.directive is None or self.awaiting or self.finished is not None:
             return
         if self.directive.stop:

@@ -49,7 +49,7 @@ def test_reference_program_passes_its_tests_and_printing_the_input_fails() -> No
     assert seen == {("operations=1",), ("operations=2",), ("operations=3",)}
 
 
-def test_program_problems_depend_on_index_and_splits_are_disjoint() -> None:
+def test_generated_program_problems_depend_only_on_the_index_and_splits_are_disjoint() -> None:
     first, again = source(), source()
     assert [first.problem(i) for i in range(20)] == [again.problem(i) for i in reversed(range(20))][::-1]
     held_out = [source(Split.HELD_OUT, max_number=99).problem(i).messages for i in range(40)]
@@ -57,7 +57,7 @@ def test_program_problems_depend_on_index_and_splits_are_disjoint() -> None:
     assert len(set(held_out)) == 40 and trained.isdisjoint(held_out)
 
 
-def test_operand_of_a_nested_operation_is_in_parentheses() -> None:
+def test_operand_of_a_nested_operation_in_a_generated_problem_is_in_parentheses() -> None:
     texts = [source(operations=2).problem(i).messages[0].content for i in range(200)]
     nested = [text for text in texts if "(" in text]
     assert nested and all(re.search(r"\((x|\d|the)[^()]*\)", text) for text in nested)

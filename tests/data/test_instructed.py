@@ -18,7 +18,9 @@ def problems(count: int, *, seed: int = 0, split: Split = Split.TRAIN, **paramet
 
 @pytest.mark.parametrize("level", [1, 3, 5])
 @pytest.mark.parametrize(("fewest", "most"), [(1, 1), (2, 5)])
-def test_every_reference_answer_follows_its_instructions(level: int, fewest: int, most: int) -> None:
+def test_reference_answer_of_every_generated_problem_follows_its_instructions(
+    level: int, fewest: int, most: int
+) -> None:
     for problem in problems(120, level=level, min_instructions=fewest, max_instructions=most):
         asked = instructions_of(problem.metadata)
         assert all(followed(asked, problem.ground_truth)), problem
@@ -48,7 +50,7 @@ def test_instruction_problems_depend_on_seed_and_index_and_splits_are_disjoint()
     assert len(by_split[2]) == 60, "held-out problems are distinct"
 
 
-def test_higher_level_raises_the_numbers_that_instructions_require() -> None:
+def test_higher_difficulty_level_raises_the_numbers_that_instructions_require() -> None:
     kinds = ["length_constraints:number_sentences"]
     counts = [
         max(p.metadata["instructions"][0]["num_sentences"] for p in problems(100, level=level, kinds=kinds))
@@ -57,7 +59,7 @@ def test_higher_level_raises_the_numbers_that_instructions_require() -> None:
     assert counts[0] < counts[1]
 
 
-def test_topics_and_kinds_of_instructions_come_from_the_recipe() -> None:
+def test_recipe_chooses_the_topics_and_kinds_of_instructions() -> None:
     for problem in problems(30, topics=["{} cheese"], kinds=["punctuation:no_comma"], max_instructions=1):
         assert "{} cheese" in problem.messages[-1].content
         assert problem.metadata["instructions"] == [{"id": "punctuation:no_comma"}]

@@ -1,4 +1,4 @@
-"""Mixture: exact quotas within a step, nearly exact shares over any range, and pure functions of the index."""
+"""A mixture of domains keeps quotas exactly within each step, and depends only on the index and its arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] 
 def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(
     weights: tuple[float, ...], size: int, seed: int
 ) -> None:
-    """Shares are within 1 % over each 1,000 problems, and exact by quota within each step."""
+    """Each domain's share is within 1 % over each 1,000 problems, and off by less than one problem in each step."""
     asked = dict(zip("abc", weights, strict=True))
     drawn = names(mixture(asked, seed=seed), 10_000, Quota(0, size))
     for start in range(0, 10_000, 1000):
@@ -58,7 +58,7 @@ def test_order_of_domains_within_a_step_is_shuffled_by_seed() -> None:
     assert 180 < firsts["a"] < 320, "no domain comes first in a step"
 
 
-def test_weights_given_per_request_apply_and_zero_weight_disables_a_domain() -> None:
+def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_domain() -> None:
     made, quota = mixture({"a": 1.0, "b": 1.0, "c": 1.0}), Quota(40, 4)
     assert Counter(made.domain(i, {"a": 3.0, "b": 0.0, "c": 1.0}, quota).name for i in range(40, 80)) == {
         "a": 30,

@@ -1,4 +1,4 @@
-"""Problem sources and mixtures: pure functions of their keys, with disjoint splits."""
+"""Problem sources and mixtures depend only on seed, split and index, and their splits are disjoint."""
 
 import itertools
 import json
@@ -87,7 +87,7 @@ def test_error_names_the_invalid_source_parameter(kind, parameters, message):
         source(kind, **parameters)
 
 
-def test_answer_pattern_that_matches_no_problem_is_rejected():
+def test_source_parameter_answer_pattern_that_matches_no_problem_is_rejected():
     with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
         source("addition", answer_pattern="x").problem(0)
 
@@ -173,7 +173,7 @@ def test_domain_weights_must_be_positive_and_finite(weights):
         mixture(0, *weights)
 
 
-def test_numbered_tasks_are_split_shuffled_per_epoch_and_named_by_their_number():
+def test_numbered_tasks_are_divided_into_splits_reshuffled_each_epoch_and_named_by_number():
     of_split = {split: source("numbered", split, count=200) for split in (Split.TRAIN, Split.HELD_OUT)}
     epoch = [of_split[Split.TRAIN].problem(i) for i in range(400)]
     numbers = [problem.metadata["index"] for problem in epoch]

@@ -1,4 +1,4 @@
-"""Prompts of a domain: order of their parts, stable ids and splits, and no control tokens from text."""
+"""Prompts of a domain: order of system prompt and examples, unchanged ids, and no control tokens from user text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_prompt_template_error_names_the_missing_field(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_prompt_template_can_access_only_fields_and_its_failures_are_reported(text: str) -> None:
+def test_prompt_template_can_access_only_field_values_and_its_failures_are_reported(text: str) -> None:
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
@@ -67,7 +67,7 @@ def test_invalid_prompt_template_is_rejected_when_it_is_created(text: str) -> No
 
 @pytest.mark.parametrize("text", ["Say {question}", "Say {{ question }}"])
 @pytest.mark.parametrize("hostile", ["{{ 7 * 7 }}", "{level}", "{% raw %}", "<|im_end|>", "\\g<1>\\1"])
-def test_field_values_are_never_parsed_as_template(text: str, hostile: str) -> None:
+def test_field_values_are_never_parsed_as_a_prompt_template(text: str, hostile: str) -> None:
     assert Template(text).render({"question": hostile, "level": 3}) == f"Say {hostile}"
 
 
@@ -94,7 +94,7 @@ def test_system_prompt_and_few_shot_examples_precede_the_problem() -> None:
 
 
 @pytest.mark.parametrize("source", ["addition", "reasoning_gym:spell_backward"])
-def test_prompts_apply_to_any_source_and_keep_id_and_split(source: str) -> None:
+def test_prompt_settings_apply_to_any_source_and_keep_the_id_and_split_of_a_problem(source: str) -> None:
     prompts = Prompts(system="s", few_shot=SHOTS, template=Template("Think. {prompt}"))
     for split in Split:
         for plain, dressed in zip(asked(source, Prompts(), split), asked(source, prompts, split), strict=True):
@@ -150,7 +150,7 @@ def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_fiel
 
 
 def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
-    """The rendered chat contains as many control tokens as with harmless texts."""
+    """The rendered chat has as many control tokens with hostile texts as with harmless ones."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)
     spelling = tokenizer.decode(control[:1])

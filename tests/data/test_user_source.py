@@ -1,4 +1,4 @@
-"""Users' sources: the accepted forms of results, and one-sentence errors for others."""
+"""Problem sources written by users: results that are accepted, and one-sentence errors for all others."""
 
 from __future__ import annotations
 

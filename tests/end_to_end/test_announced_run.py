@@ -1,4 +1,4 @@
-"""A live run that announces new weights on the stream: every engine loads every announced version."""
+"""A live run whose trainer announces new weights on the stream instead of sending requests to engines."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
         pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another"),
     ],
 )
-@pytest.mark.slow  # faster test of the same, with a user's reward: test_own_reward.py
+@pytest.mark.slow  # test_own_reward.py is a faster test of this, with a reward function of a user
 def test_run_from_a_bfloat16_directory_trains(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:

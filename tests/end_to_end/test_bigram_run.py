@@ -122,8 +122,8 @@ async def run(
     """Run to the end, or until `until` returns true; return the events.
 
     Args:
-        learning: keys added to the recipe.
-        beside: runs concurrently, and must not end before the run unless it raises an error.
+        learning: settings added to the recipe.
+        beside: coroutine function that runs concurrently; it may end before the run only by raising an error.
     """
     config = parse(
         {
@@ -251,7 +251,7 @@ async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path: Path,
 
 
 async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path: Path, model: Path) -> None:
-    """A bigram model has no KV cache, so even the log-probs of old tokens differ only by rounding."""
+    """A bigram model has no KV cache to go stale, so log-probs differ only by rounding, also across weight updates."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
@@ -269,7 +269,7 @@ async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs
 async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(
     tmp_path: Path, model: Path
 ) -> None:
-    """The resumed run has new streams, roles and engine."""
+    """The resumed run starts with an empty stream, new roles and a new engine."""
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         await run(

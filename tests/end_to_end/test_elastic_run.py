@@ -32,7 +32,8 @@ from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: Paces: with SLOW the trainer waits for the engine, with FAST the engine waits for the trainer.
+#: Seconds per decode step and per training step. With SLOW the trainer waits for engines, and with FAST the engines
+#: wait for the trainer.
 SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
 RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
 
@@ -59,7 +60,7 @@ class Site:
         serving.close()
 
     async def follow(self, service: ControllerService, pool: EnginePool) -> None:
-        """Do the work of the launcher and of the actor's role, until cancelled."""
+        """Start, stop and use engines once as the controller requests, as launcher and actor would."""
         seen, fleet = service.status().fleet, service.controller.state.fleet
         pool.update(fleet.serving(), finishing=fleet.finishing())
         for each in seen.requested:
@@ -74,9 +75,10 @@ class Site:
 
 
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
-    """Check that a second engine is added once the limit permits it, after a dry run, and removed when work is scarce.
+    """Check that scaling adds a second engine once the limit permits it, and removes an engine when work is scarce.
 
-    One group fills all slots of an engine, so an engine that computes at all counts as full.
+    At first, scaling is a dry run, which adds no engine. One group fills all slots of an
+    engine, so an engine with any work counts as fully busy.
     """
     controller = service.controller
     state = controller.state
@@ -88,7 +90,8 @@ async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, si
     while state.elastic.changed is None:
         await site.follow(service, pool)
     assert not state.engine_requests
-    controller.settings = replace(controller.settings, elastic=RULE)  # as after a restart without the dry run
+    # End the dry run, as a restart with another recipe would.
+    controller.settings = replace(controller.settings, elastic=RULE)
     while len(state.fleet.serving()) < 2:
         await site.follow(service, pool)
     reached = state.version
@@ -111,7 +114,7 @@ def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -
 
 
 async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> None:
-    model = model_in(tmp_path / "model", alphabet="ab")  # every fifth letter is a right answer
+    model = model_in(tmp_path / "model", alphabet="ab")  # five equally likely tokens, one of which is right
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
     made.settings = replace(made.settings, elastic=replace(RULE, mode=Elasticity.DRY_RUN))

@@ -31,7 +31,7 @@ SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: Path) -> None:
-    """The replay uses one uninterrupted trainer; its steps must equal those before and after the kill."""
+    """Replay the recorded steps with an uninterrupted trainer; results must equal those before and after the kill."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")
@@ -60,7 +60,7 @@ def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: 
     assert f"optimizer steps of step {again + 1}" in said.file.getvalue()
     oldest, *later = sorted((directory / "checkpoints").glob("step-*"))
     for checkpoint in later:
-        shutil.rmtree(checkpoint)  # so that the replay begins before the trainer was killed
+        shutil.rmtree(checkpoint)  # keep only the oldest checkpoint, so that the replay begins before the kill
     began = int(oldest.name.removeprefix("step-"))
     assert began < again
     replayed = Console(file=StringIO(), width=200)

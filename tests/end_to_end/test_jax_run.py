@@ -1,7 +1,7 @@
 """Real runs with the JAX trainer and a torch engine: they learn like the torch trainer, and survive its death.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. A trainer restored from
-its checkpoint after a kill must therefore repeat the training curve bit for bit.
+In lockstep, and with policy ratios to recomputed log-probs, the results of a run on a CPU depend only on its
+seed. A trainer restored from its checkpoint after a kill must therefore repeat the training curve bit for bit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """Return the training curve, step by step; if a step was repeated, the later event counts."""
+    """Return the metrics of each step; if a step was repeated, those of the last repetition."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_jax_run_matches_torch_and_repeats_its_curve_after_a_kill(tmp_path: Path) -> None:
+def test_jax_run_matches_a_torch_run_and_repeats_its_training_curve_after_a_kill(tmp_path: Path) -> None:
     curves = {}
     for kind in ("torch", "jax"):
         with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:

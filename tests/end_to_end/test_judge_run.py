@@ -65,7 +65,7 @@ def _answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_run_judged_by_an_engine_fails_with_the_judges_last_error(tmp_path: Path) -> None:
+def test_run_judged_by_an_engine_fails_with_the_last_error_after_that_engine_is_killed(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
     with judge(tmp_path / "judge") as (url, engine):
         before = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()

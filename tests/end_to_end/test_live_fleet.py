@@ -21,7 +21,7 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
 from tests.patience import PATIENCE_S
 
-#: A high temperature, for a model that can write more than eight letters but learned to write few.
+#: Overrides for long answers: the model has learned to write few letters, so the temperature is high.
 LONG_ANSWERS = (
     "sampling.max_tokens=40",
     "sampling.temperature=5.0",
@@ -34,7 +34,7 @@ LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "la
 
 
 def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until `more` further groups are trained or filtered; at this temperature few answers are right."""
+    """Wait until `more` further groups are trained or filtered; at high temperature, most groups are filtered."""
 
     def ended(run: LiveRun) -> int:
         ledger = status(run).ledger
@@ -45,12 +45,12 @@ def until_groups(run: LiveRun, more: int) -> None:
 
 
 def stop(run: LiveRun) -> None:
-    """Stop the run as its owner would."""
+    """Stop the run with `pipelinerl stop`, as a user would."""
     told("stop", str(run.directory))
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # faster test, in a run with other faults: test_live_run.py
+@pytest.mark.slow  # test_live_run.py has a faster test, within a run with other faults
 @pytest.mark.timeout(400)
 def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -> None:
     """There is no grace period, so the old engine's requests in progress are handed over."""
@@ -84,7 +84,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow  # faster test, between processes and without a run: tests/engines/http/test_engine_handover.py
+@pytest.mark.slow  # tests/engines/http/test_engine_handover.py is a faster test without a run
 @pytest.mark.timeout(200)
 def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path) -> None:
     """After kill -9 during generation, the other engine continues after the tokens that were delivered."""

@@ -33,13 +33,13 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """Return the training curve, step by step; if a step was repeated, the later event counts."""
+    """Return the metrics of each step; if a step was repeated, those of the last repetition."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 def assert_settled(run: LiveRun, *, steps: int) -> None:
-    """Assert that the run is complete: it has all steps, a balanced ledger, and each prompt was trained once."""
+    """Assert that the run made all steps, that its ledger balances, and that none of its processes is left."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
@@ -50,7 +50,7 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
 
 
 def tracked_to(run: LiveRun) -> int:
-    """Return the last step that the tracker's bookmark names."""
+    """Return the last step that the TensorBoard tracker has forwarded, from its bookmark file."""
     place = run.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
@@ -102,7 +102,7 @@ def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveR
 def test_stopped_run_resumed_from_its_checkpoint_location_equals_the_undisturbed_run(
     tmp_path: Path, kind: Kind, lost: str
 ) -> None:
-    """Ctrl-C stops the first launch. Then the machine is lost, with its processes and its disk."""
+    """Ctrl-C stops the first launch; later the machine is lost with its disk, so only the copied checkpoints remain."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
         run.until_step(6)
@@ -192,7 +192,7 @@ def test_killed_role_does_not_change_the_training_curve(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_run_ends_with_a_remedy_if_its_controller_dies_without_restarts_left(
+def test_run_ends_and_suggests_a_remedy_if_its_controller_dies_without_restarts_left(
     tmp_path: Path, undisturbed: LiveRun
 ) -> None:
     directory = tmp_path / "run"
@@ -253,7 +253,7 @@ def test_run_completes_in_every_update_mode_and_objective(tmp_path: Path, change
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_streams_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) -> None:
+def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) -> None:
     from redis import Redis
 
     directory = tmp_path / "run"
@@ -274,7 +274,8 @@ def test_streams_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) -> None:
         growth = {role: after - before[role] for role, after in megabytes().items()}
         found = lengths()
         server.close()
-        # Three checkpoints are kept, ten steps of eight groups apart. Prompts for four steps are in flight.
+        # Groups since the oldest of three checkpoints are kept, ten steps of eight groups per checkpoint. At most four
+        # steps of prompts are in flight.
         assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
         assert found["run:prompts"] <= 4 * 2 * 8, found
         assert max(found["run:directives"], found["run:reports"]) <= 70, found

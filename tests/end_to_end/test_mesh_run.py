@@ -1,4 +1,4 @@
-"""A live run whose trainer has one process, then two, then one again: each time it resumes where it stopped."""
+"""A live run whose trainer has one process, then two, then one again, and resumes each time without losing a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MESH = "\n[trainer.options.mesh]\ndp_shard = 2\n"
 
 
 def suspended(run: LiveRun) -> int:
-    """Return the version that was saved when the run was interrupted."""
+    """Interrupt the run with Ctrl-C; return the model version that it saved."""
     run.launcher.send_signal(signal.SIGINT)
     assert run.end() == 130, run.story()
     assert run.is_gone()
@@ -22,7 +22,7 @@ def suspended(run: LiveRun) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_run_resumes_on_one_process_then_two_then_one(tmp_path: Path) -> None:
+def test_run_resumes_when_its_trainer_changes_from_one_process_to_two_and_back(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     recipe = directory / "recipe.toml"
     saved = []

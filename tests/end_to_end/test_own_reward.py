@@ -1,6 +1,6 @@
-"""The first page of docs/start/rewards.md: its two files, in an empty folder, are a run with a user's own reward.
+"""The two files that docs/start/rewards.md shows first are enough to run with a user's own reward function.
 
-The short form also uses a user's own model, a bfloat16 directory, which is the usual case.
+The faster variant of the test also uses a user's own model, a bfloat16 directory, which is the usual case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32"
 
 
 def from_the_page(folder: Path) -> Path:
-    """Write the page's function and recipe into an empty folder; return the recipe."""
+    """Write the function and the recipe from the docs page into an empty folder; return the path of the recipe."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (function, recipe) = (text for language, text in blocks[:2])
     assert [language for language, _ in blocks[:2]] == ["python", "toml"]

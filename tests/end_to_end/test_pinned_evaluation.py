@@ -12,7 +12,7 @@ from tests.fakes.live_run import launched, light_run, told
 PROBLEMS, SAMPLES = 48, 8
 
 
-@pytest.mark.slow  # faster tests of the same: test_evaluator.py and tests/engines/http/test_pool.py
+@pytest.mark.slow  # faster tests of this: test_evaluator.py and tests/engines/http/test_pool.py
 def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (

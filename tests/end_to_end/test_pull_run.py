@@ -1,7 +1,7 @@
 """A real run whose engines pull weights equals a run with broadcasts bit for bit, also after a server is killed.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed, so the transport of
-the weights must make no difference.
+In lockstep, and with policy ratios to recomputed log-probs, the results of a run on a CPU depend only on its
+seed, so the transport of the weights must make no difference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """Return the training curve, step by step."""
+    """Return the metrics of each step."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 

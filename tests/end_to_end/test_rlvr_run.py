@@ -29,7 +29,7 @@ GROUPS, SIZE = 16, 8
 
 
 async def judged(name: str) -> list[list[Verdict]]:
-    """Return the verdicts of the domain's verifier on groups that the shipped model samples."""
+    """Let the shipped model sample groups for a domain; return the verdicts of the verifier of that domain."""
     (domain,) = (each for each in RLVR.domains if each.name == name)
     mixture = problems_of(RLVR.model_copy(update={"domains": (domain,)}), Split.VALIDATION, seed=0)
     problems = [mixture.problem(index) for index in range(GROUPS)]
@@ -68,7 +68,7 @@ def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path: Path) -> None:
     assert len(steps) == 12
     share = RLVR.training.rollouts_per_step / sum(domain.weight for domain in RLVR.domains)
     for domain in RLVR.domains:
-        # The first steps train on groups that are judged quickly. Over a dozen steps, each domain has about its share.
+        # The first steps mostly get groups of domains with fast verifiers; over twelve steps, shares are about right.
         figures = [step["by_domain"].get(domain.name, {}) for step in steps]
         assert sum(each.get("rollouts", 0) for each in figures) >= 0.7 * len(steps) * share * domain.weight, domain.name
         assert not any(each.get("stale_groups") or each.get("unjudged") for each in figures), domain.name

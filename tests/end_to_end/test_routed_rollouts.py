@@ -39,7 +39,7 @@ OBJECTIVE = resolve({"preset": "decoupled_ppo"})
 
 @final
 class InParts:
-    """A sampler over an engine of this process; the engine streams its answers."""
+    """A `Sampler` that calls an engine in this process, streams its answers, and joins the chunks."""
 
     def __init__(self, engine: BatchingEngine) -> None:
         self._engine = engine
@@ -61,7 +61,7 @@ class InParts:
 
 @final
 class LikesLow:
-    """A verifier whose reward is the fraction of lower-case letters, which rarely repeats for a random model."""
+    """A verifier that rewards the fraction of lower-case letters, so that answers of a random model rarely tie."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)
@@ -73,7 +73,7 @@ def judge(domain: str) -> GroupVerifier:
 
 
 async def sampled(path: Path) -> list[RolloutGroup]:
-    """Return the groups in the rollout stream."""
+    """Let an actor sample groups with the model in `path`; return the groups in the rollout stream."""
     options = engine_options(
         model_path=path,
         slots=5,

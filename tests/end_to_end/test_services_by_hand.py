@@ -22,7 +22,7 @@ from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S
 
-#: Seconds within which the command must say that the user has to start the engine.
+#: The command must print within this many seconds that the user has to start the engine.
 _ANSWERS_S = 15.0
 
 
@@ -54,9 +54,9 @@ def until(directory: Path, reached: object) -> RunStatus:
     raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
 
 
-@pytest.mark.slow  # faster test, in which only the controller is real: tests/commands/test_engines.py
+@pytest.mark.slow  # tests/commands/test_engines.py is a faster test with a fake controller
 @pytest.mark.timeout(600)
-def test_swap_prints_the_start_command_and_continues_once_the_engine_runs(tmp_path: Path) -> None:
+def test_engine_swap_prints_the_start_command_and_continues_once_the_new_engine_runs(tmp_path: Path) -> None:
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
     redis, controller, engine = free_ports(3)
     common = [

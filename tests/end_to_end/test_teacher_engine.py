@@ -1,4 +1,4 @@
-"""A torch engine in another process as the teacher gives the log-probs and training step of a local teacher."""
+"""A teacher served by a torch engine in another process gives the same log-probs and training step as a local one."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _has_learned(run: LiveRun) -> None:
     assert first["high"] < last["low"], (first, last)
 
 
-def test_run_with_a_vllm_engine_learns(tmp_path: Path) -> None:
+def test_run_with_a_vllm_engine_learns_its_task(tmp_path: Path) -> None:
     with launched(_arguments(tmp_path / "inside"), tmp_path / "inside") as run:
         _has_learned(run)
 
@@ -61,7 +61,7 @@ def test_run_completes_after_its_vllm_core_process_is_killed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_run_with_a_stock_vllm_server_learns(tmp_path: Path) -> None:
+def test_run_with_a_stock_vllm_server_learns_its_task(tmp_path: Path) -> None:
     model = MODELS / "tiny_speller_heads32"
     options = (*stock_vllm.AS_DOCUMENTED, "--disable-log-stats")
     with stock_vllm.serving(model, tmp_path / "server.log", *options, context_length=32, slots=256) as url:

@@ -17,7 +17,7 @@ SHORT = ["run.steps=2", "evaluation.problems=8", "training.rollouts_per_step=32"
 
 
 def test_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
-    # Build from a copy, because setuptools writes next to the sources.
+    # Build from a copy of the sources, because setuptools writes files next to them.
     sources = tmp_path / "sources"
     for name in ("pipelinerl", "launch", "inference_contract", "trainer_contract"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))

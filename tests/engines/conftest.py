@@ -31,20 +31,20 @@ def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="session")
 def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
-    """The same tokenizer without an end token, so that every sample has the requested length."""
+    """The tokenizer of `tokenizer`, but without an end token, so that every sample has the requested length."""
     return ChatTokenizer(tokenizer._tokenizer, ())
 
 
 @pytest.fixture
 def gate(tokenizer: ChatTokenizer) -> GatedRunner:
-    """A bigram model with 4 rows and 64 tokens of context; each step waits until the test allows it."""
+    """A runner of a bigram model with 4 rows and 64 tokens of context; decode steps wait until the test allows them."""
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
     return GatedRunner(BigramRunner(model, rows=4))
 
 
 @pytest.fixture
 async def engine(gate: GatedRunner, endless: ChatTokenizer) -> AsyncIterator[BatchingEngine]:
-    """A started engine on `gate`; opens the gate after the test."""
+    """A started engine that uses the runner `gate`; after the test, the gate is opened."""
     built = BatchingEngine(engine_options(max_waiting=16), load=lambda: gate, tokenizer=endless)
     await built.start()
     yield built

@@ -14,7 +14,7 @@ from pipelinerl.models.model_shape import read_shape
 from trainer_contract.types import WeightDType
 
 GIB = 2**30
-#: The sizes of an 8B Llama.
+#: Model configuration with the sizes of an 8B Llama.
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -36,7 +36,7 @@ def budget(tmp_path: Path) -> EngineBudget:
     return budget_of(shape, dtype=bf16, wire=bf16, slots=40, context=8192, received=2 * shape.count)
 
 
-def test_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: EngineBudget) -> None:
+def test_kv_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: EngineBudget) -> None:
     assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
     assert budget.cache_within(GPU, context_length=8192) == budget.cache
     crowded = replace(GPU, free=50 * GIB)
@@ -45,7 +45,7 @@ def test_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: E
         budget.cache_within(replace(GPU, free=17 * GIB), context_length=8192)
 
 
-def test_number_of_slots_that_the_error_advises_is_the_most_that_fit(budget: EngineBudget) -> None:
+def test_error_about_memory_suggests_the_largest_number_of_slots_that_fits(budget: EngineBudget) -> None:
     left = budget.least - budget.logits // 2
     most, each = budget.most_slots(left), budget.logits // budget.slots
     fixed = budget.least - budget.logits
@@ -64,7 +64,9 @@ def test_memory_share_bounds_what_the_engine_may_still_allocate(budget: EngineBu
     assert replace(GPU, share=1.0, free=GIB).left == GIB, "another process has taken the rest"
 
 
-def test_update_in_another_dtype_budgets_a_conversion_buffer(tmp_path: Path, budget: EngineBudget) -> None:
+def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(
+    tmp_path: Path, budget: EngineBudget
+) -> None:
     shape = read_shape(tmp_path)
     sent = budget_of(
         shape,

@@ -40,12 +40,13 @@ def _directory(name: str, folder: Path) -> Path:
     return folder
 
 
-#: Tested in `external/vllm/test_engine.py` (slow) and in `external/server/test_stock_servers.py`.
+#: Engines that `external/vllm/test_engine.py` and `external/server/test_stock_servers.py` test instead.
 ELSEWHERE = SERVER_ENGINES | {"vllm"}
 INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
 
 
-#: The checks of weight updates: int8 weights are computed with in another format than they arrive in.
+#: Checks of weight updates. The torch engine must also pass them with int8 weights, which differ in
+#: format from the weights of an update.
 OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_checks.CHECKS))
 
 

@@ -1,4 +1,4 @@
-"""Episodes: how an agent's messages match earlier turns, and the resulting engine requests."""
+"""Episodes of an agent: how its messages are matched to earlier turns, and the resulting engine requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(of: Episode) -> Rollout:
 
 
 def segments_of(of: Episode) -> list[list[int]]:
-    """Return for each segment its trainable turns, by number."""
+    """Return, for each segment of the rollout, the numbers of the turns that train in it."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
@@ -62,7 +62,7 @@ def test_each_turn_continues_the_tokens_of_the_previous_one() -> None:
     assert planned.request.continue_from == 4
 
 
-def test_answers_match_earlier_turns_without_thinking_and_outer_white_space() -> None:
+def test_answers_match_earlier_turns_even_without_thinking_text_and_surrounding_white_space() -> None:
     of = episode()
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
@@ -88,7 +88,7 @@ def test_answers_with_tool_calls_match_earlier_turns_by_call_id() -> None:
     assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, "other tools are another prompt"
 
 
-def test_changed_history_begins_a_new_segment() -> None:
+def test_request_with_a_changed_history_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("never said"), user("more")], "b")
@@ -96,7 +96,7 @@ def test_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_answer_is_abandoned_if_the_agent_repeats_its_request() -> None:
+def test_answer_is_not_trained_on_if_the_agent_repeats_its_request() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -105,7 +105,7 @@ def test_answer_is_abandoned_if_the_agent_repeats_its_request() -> None:
     assert again.path == [first, again] and segments_of(of) == [[0, 1]]
 
 
-def test_abandoned_answer_trains_if_a_later_request_continues_it() -> None:
+def test_answer_to_a_repeated_request_is_trained_on_if_a_later_request_continues_it() -> None:
     of = episode()
     first, second = turn(of, [HELLO], "a"), turn(of, [HELLO], "b")
     assert of.turns == [second] and of.abandoned == 1
@@ -114,14 +114,14 @@ def test_abandoned_answer_trains_if_a_later_request_continues_it() -> None:
     assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
 
 
-def test_repeated_first_request_counts_as_the_agents_first_turn() -> None:
+def test_turn_of_a_repeated_first_request_counts_as_the_first_turn_of_the_agent() -> None:
     of = episode()
     turn(of, [HELLO], "lost")
     turn(of, [HELLO], "a")
     assert begins_of(of) == ["first"]
 
 
-def test_two_replies_to_one_answer_become_two_segments() -> None:
+def test_two_different_requests_that_continue_the_same_answer_become_two_segments() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("left")], "b")
@@ -132,7 +132,7 @@ def test_two_replies_to_one_answer_become_two_segments() -> None:
     assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
 
 
-def test_offering_different_tools_begins_a_new_segment() -> None:
+def test_request_that_offers_different_tools_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])
@@ -155,7 +155,7 @@ def test_only_turns_of_trained_agents_are_part_of_the_rollout() -> None:
 
 
 def test_each_sampled_turn_of_a_random_episode_trains_exactly_once() -> None:
-    """Plays a random conversation of several agents with forks, compaction and repeated requests."""
+    """Play a random conversation of two agents with forks, repeated requests and summaries of the history."""
     draw = rng.generator(7, "random episode")
     of = episode(max_turns=200)
     histories: list[list[dict[str, str]]] = [[HELLO]]
@@ -185,10 +185,13 @@ def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
 
 
 @pytest.mark.parametrize("is_mutant", [False, True])
-def test_answers_rendered_again_train_only_after_the_context_that_the_engine_saw(
+def test_answer_that_is_rendered_again_to_other_tokens_begins_a_new_segment(
     is_mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rendered answer has the token 9 for 7 and 8, so it is not continued. The mutant continues every prompt."""
+    """In the second prompt, the first answer has the token 9 instead of 7 and 8, so a new segment begins.
+
+    With `is_mutant`, the comparison of tokens is disabled, and the test must detect this.
+    """
     of = episode()
     seen = [[2, 3], [2, 3, 9, 4, 5, 3]]
     conversations = [[HELLO], [HELLO, answer("ab"), user("c")]]
@@ -212,7 +215,7 @@ def test_answers_rendered_again_train_only_after_the_context_that_the_engine_saw
     assert (trained == [[2, 3, 7, 8, 4], [2, 3, 9, 4, 5, 3, 6, 4]]) is not is_mutant
 
 
-def test_prompt_order_decides_sampling_and_agents_can_only_lower_its_limits() -> None:
+def test_sampling_parameters_come_from_the_prompt_order_and_agents_can_only_lower_limits() -> None:
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
     assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
@@ -235,7 +238,7 @@ def test_episode_ends_after_max_turns() -> None:
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_only_an_answer_cut_at_the_orders_token_limit_ends_the_episode() -> None:
+def test_episode_ends_if_an_answer_is_cut_at_the_token_limit_of_the_order_but_not_of_the_agent() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over

@@ -1,4 +1,4 @@
-"""The gateway, accessed with OpenAI's own client."""
+"""The gateway between agents and engines, called with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
 
 
 async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
-    """Return the message that OpenAI's client receives from the gateway at `url`."""
+    """Send `messages` to the gateway at `url` with OpenAI's client; return the message of its answer."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         message: ChatMessage = answer.choices[0].message
         return message
 
 
-async def test_openai_client_reaches_its_episode_by_path_or_by_api_key() -> None:
+async def test_gateway_finds_the_episode_of_an_openai_client_by_url_path_or_by_api_key() -> None:
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
         first = await said(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"

@@ -1,4 +1,4 @@
-"""OpenEnv servers: a small server of our own, and as a slow test the same game served by OpenEnv's package."""
+"""Environments on OpenEnv servers: our own small server, and in slow tests the same game in OpenEnv's package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.fakes.tool_model import tool_tokenizer
 from tests.patience import PATIENCE_S
 
-#: The game as OpenEnv's package serves it; `Server` below speaks the same protocol.
+#: Program that serves the game with OpenEnv's package. `Server` below serves the same game over the same protocol.
 REAL = """
 from typing import Optional
 from openenv.core.env_server import create_app
@@ -103,7 +103,7 @@ SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["
 
 @final
 class Server:
-    """A server of the game over OpenEnv's protocol, with one session at a time, which is OpenEnv's default."""
+    """A fake OpenEnv server of the game. It allows one session at a time, like OpenEnv by default."""
 
     def __init__(self, *, calls: bool = False) -> None:
         self.calls = calls
@@ -176,7 +176,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def check_the_tools(url: str) -> None:
-    """Let a scripted model call the tools of a server, ours or OpenEnv's."""
+    """Check that a scripted model can call the tools of the server at `url`, which is ours or OpenEnv's."""
     made = tool_tokenizer()
     words = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
     sampler = ScriptedAnswers(words, [call("double", number=4), call("double", number="x"), "8"])
@@ -201,7 +201,7 @@ async def played(
 
 
 async def check_the_game(url: str) -> None:
-    """Play the game on a server, ours or OpenEnv's."""
+    """Check turns, rewards and errors of the game on the server at `url`, which is ours or OpenEnv's."""
     (made,) = await played(url, lambda messages: "a" if len(messages) == 1 else "b")
     first, second = made.rollout.turns
     assert tokenizer().decode(first.context_token_ids.tolist()).count("guess a letter") == 1
@@ -214,7 +214,7 @@ async def check_the_game(url: str) -> None:
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "broken" in made.rollout.verdict.reason
 
 
-async def test_openenv_steps_become_turns_with_their_rewards() -> None:
+async def test_each_step_of_an_openenv_episode_becomes_a_turn_with_its_reward() -> None:
     server = Server()
     async with serving(server) as url:
         await check_the_game(url)
@@ -225,7 +225,7 @@ async def test_model_calls_the_tools_of_an_openenv_server() -> None:
         await check_the_tools(url)
 
 
-async def test_episodes_of_a_group_share_a_seed_and_wait_for_the_only_session() -> None:
+async def test_episodes_of_a_group_share_a_seed_and_take_turns_on_a_server_with_one_session() -> None:
     server = Server()
     async with serving(server) as url:
         made = await played(url, lambda messages: "b", samples=3)
@@ -307,7 +307,7 @@ async def test_error_names_a_server_that_is_down_or_not_an_openenv_server() -> N
 
 @pytest.fixture(scope="module")
 def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment with OpenEnv's package; OPENENV_PYTHON names one that exists."""
+    """Return the Python of a virtual environment with OpenEnv's package: OPENENV_PYTHON, or a newly installed one."""
     if existing := os.environ.get("OPENENV_PYTHON"):
         return existing
     home = tmp_path_factory.mktemp("openenv")

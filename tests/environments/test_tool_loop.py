@@ -49,13 +49,13 @@ class IsAB:
         return correct("AB") if completion_text == "AB" else wrong("it is not AB")
 
 
-#: User code of an episode, here in the test's own process.
+#: An agent: user code that plays an episode. Here it runs in the process of the test.
 Agent = Callable[[EpisodeClient], Awaitable[None]]
 
 
 @final
 class Played:
-    """Player that runs an agent in this process."""
+    """An episode player that runs the agent in this process instead of an episode host."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -128,14 +128,14 @@ async def test_invalid_tool_call_is_answered_with_the_error(wrong_call: str, rep
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_masks_the_rollout() -> None:
+async def test_tool_calls_end_at_max_turns_and_a_rollout_with_a_lost_sandbox_is_masked() -> None:
     made = await played([call(text="ab")] * 3, max_turns=2)
     assert (len(made.rollout.turns), made.rollout.verdict.outcome) == (2, Outcome.WRONG)
     made = await played([call(text="lost"), "AB"])
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
-async def test_agent_sees_only_the_answer_after_the_tool_and_its_conversation_is_one_segment() -> None:
+async def test_agent_sees_only_the_answer_after_a_recipe_tool_call_and_the_conversation_is_one_segment() -> None:
     seen = []
 
     async def agent(client: EpisodeClient) -> None:
@@ -151,7 +151,7 @@ async def test_agent_sees_only_the_answer_after_the_tool_and_its_conversation_is
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_agents_own_tool_is_called_by_the_agent_and_both_results_are_read() -> None:
+async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_tools() -> None:
     own = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 
     async def agent(client: EpisodeClient) -> None:
@@ -167,7 +167,7 @@ async def test_agents_own_tool_is_called_by_the_agent_and_both_results_are_read(
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
 
-async def test_repeated_request_abandons_the_turns_around_its_tool_calls() -> None:
+async def test_agent_that_repeats_its_request_abandons_the_turns_before_and_after_the_tool_call() -> None:
     async def agent(client: EpisodeClient) -> None:
         await client.chat([HELLO])
         await client.chat([HELLO])
@@ -189,7 +189,7 @@ async def test_agent_tool_with_the_name_of_a_recipe_tool_is_rejected() -> None:
 
 @final
 class Calls:
-    """Counts tool calls as an actor does."""
+    """Progress callbacks that count tool calls by domain, as those of an actor do."""
 
     def __init__(self) -> None:
         self.tally, quiet = VerifierTally(), Unwatched()
@@ -209,7 +209,7 @@ async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 
 
-async def test_actor_warns_once_if_the_first_episodes_call_no_tool(caplog: pytest.LogCaptureFixture) -> None:
+async def test_actor_warns_once_if_no_tool_is_called_in_the_first_episodes(caplog: pytest.LogCaptureFixture) -> None:
     await played(["AB"] * 25, episodes=25)
     (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
     assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

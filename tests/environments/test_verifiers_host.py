@@ -73,7 +73,7 @@ def test_python_without_the_verifiers_library_is_rejected_with_an_install_comman
 
 @pytest.fixture(scope="module")
 def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment with verifiers; VERIFIERS_PYTHON names one that exists."""
+    """Return the Python of a virtual environment with verifiers: VERIFIERS_PYTHON, or a newly installed one."""
     if existing := os.environ.get("VERIFIERS_PYTHON"):
         return existing
     home = tmp_path_factory.mktemp("verifiers")
@@ -102,7 +102,7 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
 
 
 @pytest.mark.slow
-async def test_answers_are_scored_by_the_rubric_of_the_taskset(options: dict[str, object]) -> None:
+async def test_answers_are_scored_by_the_rubric_of_a_verifiers_taskset(options: dict[str, object]) -> None:
     wrong, right = await played(options, numbered(0), numbered(2, samples=3))
     assert [each.rollout.verdict.reward for each in wrong] == [0.5]
     assert [each.rollout.verdict.reward for each in right] == [1.5] * 3

@@ -44,10 +44,10 @@ def test_own_reward_example_matches_the_docs_page() -> None:
 
 
 def test_two_domains_example_trains(tmp_path: Path) -> None:
-    """Runs with the shipped model are in tests/end_to_end/; this one uses the lightest model."""
+    """The run uses a bigram model; tests/end_to_end/ has runs with the shipped model."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
-    lockstep = ("staleness.j=1", "staleness.k=1")  # so each step has groups of both domains
+    lockstep = ("staleness.j=1", "staleness.k=1")  # in lockstep, each step has groups of both domains
     light = lightest(tmp_path / "model", alphabet=f"{ascii_lowercase}?")
     with launched([str(recipe), *quick, *lockstep, *light], tmp_path / "two_domains") as run:
         assert run.end() == 0, run.story()
@@ -57,7 +57,7 @@ def test_two_domains_example_trains(tmp_path: Path) -> None:
 
 
 def test_multi_turn_game_example_trains(tmp_path: Path) -> None:
-    """Takes two steps only; a slow test shows that the model learns the game."""
+    """The run takes only two steps; a slow test shows that the model learns the game."""
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
     with launched([str(recipe), *guessing(tmp_path / "model"), *quick], tmp_path / "guess_letter") as run:
@@ -90,7 +90,7 @@ def test_example_agent_of_another_framework_trains(name: str, package: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["openenv", "verifiers_taskset"])
-def test_example_that_needs_another_python_environment_trains(name: str, tmp_path: Path) -> None:
+def test_example_whose_environment_needs_another_python_installation_trains(name: str, tmp_path: Path) -> None:
     variable = {"openenv": "OPENENV_PYTHON", "verifiers_taskset": "VERIFIERS_PYTHON"}[name]
     if (python := os.environ.get(variable)) is None:
         pytest.skip(f"left out: {variable} must name a Python that has the package; docs/start/environments.md")
@@ -172,12 +172,12 @@ assert len(agent.problems()) > 1000
 """
 
 
-def test_calculator_example_rewards_a_right_number_only_after_a_call() -> None:
+def test_calculator_example_rewards_a_right_number_only_after_a_tool_call() -> None:
     subprocess.run([sys.executable, "-c", _AGENT], cwd=EXAMPLES / "calculator", check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow
-def test_language_model_is_fetched_checked_and_trained_for_a_step(tmp_path: Path) -> None:
+def test_example_language_model_is_fetched_checked_and_trained_for_one_step(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="pip install 'pipelinerl[smollm2]'")
     model = tmp_path / "model"
     script = EXAMPLES / "smollm2" / "fetch_model.py"

@@ -1,10 +1,10 @@
-"""`bigram_recipe`: the lightest whole run, for tests of a run's processes rather than of their computation.
+"""`bigram_recipe`: the recipe of the lightest whole run, for tests of the processes of a run, not of computation.
 
 Launcher, roles, streams, engine and trainer are real and run in separate processes. The model needs only numpy: no role
 imports transformers' models, so it starts in two seconds of processor time instead of seven. Problems come from
 reasoning-gym; every second answer is "2", so that there is something to learn.
 
-A walking run judges its answers after a pause, so that an endless run leaves the machine to the test.
+With `walking`, the verifier pauses before each verdict, so that a run without end uses little processor time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of a bigram model in which each part states its version."""
+"""Checkpoints of a bigram model whose weights, trainer state and ledger each reveal their version number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 5
 
 
 def model_directory(path: Path) -> Path:
-    """Create an initial model and a file of other weights that must not be copied."""
+    """Create a model directory that also has a file of other weights, which checkpoints must not copy."""
     BigramModel.random(SIZE, seed=0).save(path)
     (path / "tokenizer.json").write_text("{}")
     (path / "pytorch_model.bin").write_text("other weights that must not be copied")
@@ -25,7 +25,7 @@ def model_directory(path: Path) -> Path:
 
 
 def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
-    """Return a training state; `accuracies` are those of the evaluations finished by that version."""
+    """Return the training state of a version; `accuracies` maps the versions of past evaluations to their results."""
     results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
         model_version=version,
@@ -37,7 +37,7 @@ def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | 
 
 
 def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -> Capture:
-    """Return weights and trainer state derived from the version number, with `padding` more bytes of state."""
+    """Capture a checkpoint whose values are the version number; `padding` adds bytes to the trainer state."""
     number = state.model_version
     record = number.to_bytes(8, "little") * (2 + padding // 8)
     return store.capture(
@@ -53,7 +53,7 @@ def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any)
 
 
 def versions_in(path: Path, state: TrainingState) -> set[int]:
-    """Return the versions of a checkpoint's parts: a single one, unless parts were mixed."""
+    """Return the versions found in a checkpoint's weights and states; more than one shows that versions were mixed."""
     record = np.frombuffer((path / "trainer" / "optimizer").read_bytes(), np.uint64)
     weights = BigramModel.load(path).logits
     ledger = state.ledger["frontier"], int(state.offsets["rollouts:actor-0"].split("-")[0])

@@ -17,7 +17,7 @@ DEADLINE_S = PATIENCE_S
 
 @final
 class GatedRunner:
-    """A runner whose `decode` first waits for `allow`; `waiting` is set while it waits."""
+    """A runner whose `decode` first waits until `allow` permits the step; `waiting` is true while a step waits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -30,14 +30,14 @@ class GatedRunner:
         self.log: list[str] = []
 
     def allow(self, steps: int) -> None:
-        """Permit `steps` more decodes, and return when they are done."""
+        """Permit `steps` more decode steps, and return once they are done."""
         target = self.steps + steps
         self._permits.release(steps)
         with self._done:
             assert self._done.wait_for(lambda: self.steps >= target, DEADLINE_S), f"{self.steps} of {target} steps"
 
     def open(self) -> None:
-        """Permit all decodes from now on."""
+        """Permit all further decode steps."""
         self._free = True
         self._permits.release()
 

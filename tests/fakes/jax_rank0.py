@@ -1,7 +1,7 @@
 """Rank 0 of a JAX trainer in its own process, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-WHAT is a list of words. `results` runs the trainer's methods and writes their results to DIR, and `kit` does so for the
-conformance kit's checks. `wait`, the last word, reports that it is ready, then runs forward passes until one fails.
+WHAT is a list of jobs. `results` writes the results of the trainer's methods to DIR, and `kit` those of the conformance
+kit's checks. `wait`, always the last job, reports that it is ready, and runs forward passes until one fails.
 """
 
 import json
@@ -53,7 +53,7 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Run two steps around a saved state, a pass with other weights, and a step that all ranks must reject."""
+    """Take a step, save the state, take another step; then run a pass with given weights, and a step that must fail."""
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()

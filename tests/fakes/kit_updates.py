@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def opened(url: str) -> Iterator[Session]:
-    """Yield a session with a trainer of the conformance kit, for an engine whose token is `secret`."""
+    """Yield a session of the conformance kit, with its trainer, for an engine with the access token `secret`."""
     with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
@@ -55,7 +55,7 @@ def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
 
 
 def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Return transformers' log-prob of each of `tokens` after its prefix."""
+    """Return the log-prob of each of `tokens` after its prefix, computed by the transformers model."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

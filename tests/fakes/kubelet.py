@@ -1,12 +1,12 @@
 """`Kubelet`: runs the pods of rendered manifests as processes of this machine, from the YAML alone.
 
 It rejects what a cluster would reject: an undeclared volume, a missing claim or map, a pod name without a headless
-service. For each Job it starts the container's command in the container's environment, with nothing of this process but
-PATH. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in their
+service. For each Job it starts the container's command with the container's environment variables, and with PATH of
+this process. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in their
 /etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
 
-A dead pod is replaced by the Job's rules: `podFailurePolicy` may fail the Job, or ignore the death; `backoffLimit`
-bounds the rest.
+When a pod dies, the Job's `podFailurePolicy` may fail the Job or ignore the death; other deaths count towards
+`backoffLimit`. Unless the Job has failed, a new pod replaces the dead one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Pod:
 
 @final
 class Kubelet:
-    """Runs the pods of the manifests in `text`; `of_image` is the environment that a container image would set."""
+    """Runs the pods of the manifests in `text`; `of_image` has the environment variables of the container image."""
 
     def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
         if shutil.which("bwrap") is None:

@@ -1,4 +1,4 @@
-"""Engines of a live run, changed through the command line while it trains: shared actions and checks."""
+"""Shared actions and checks for tests that change the engines of a live run with `pipelinerl engines`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engines(run: LiveRun, *arguments: str) -> str:
 
 
 def status(run: LiveRun) -> RunStatus:
-    """Return the run's status, empty if no controller answers; this is cheaper than reading the log."""
+    """Return the run's status from its controller, which is cheaper than reading the log; empty if none answers."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()
@@ -47,9 +47,10 @@ def until_steps(run: LiveRun, more: int) -> None:
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
-    """Replace `engine` `times` times, by engines of these types in turn; return the last engine's name.
+    """Replace `engine`, and then each replacement, `times` times in all; return the name of the last engine.
 
-    Each time the old process ends, and the run makes steps with only the new engine.
+    The replacements have the types in `types` in turn. After each swap, assert that the old process ends, and that the
+    run makes steps with the new engine alone.
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)
@@ -72,7 +73,7 @@ def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> N
 
 
 def longest_stall_s(run: LiveRun) -> float:
-    """Return the longest time between two steps."""
+    """Return the longest time in seconds between two consecutive steps."""
     return max(float(b["elapsed_s"] - a["elapsed_s"]) for a, b in pairwise(run.events("step")))
 
 

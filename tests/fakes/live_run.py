@@ -26,7 +26,7 @@ from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
-#: Small steps of the shipped model. A step takes a tenth of a second, so most of a test's time is the start of the run.
+#: Overrides for small steps of the shipped model: a step takes a tenth of a second, less than the start of a run.
 SMALL = (
     "evaluation.problems=16",
     "evaluation.interval_steps=1000",
@@ -39,7 +39,7 @@ CLI = (sys.executable, "-m", "pipelinerl.cli")
 
 @final
 class LiveRun:
-    """A launcher and its processes, made by `launched`. If `launcher` is None, the run has ended."""
+    """A launcher and its processes, as `launched` starts them. If `launcher` is None, the run has ended."""
 
     launcher: subprocess.Popen[str]
 
@@ -64,11 +64,11 @@ class LiveRun:
         return [event for event in (self._read[1] if size else []) if kind is None or event["kind"] == kind]
 
     def steps(self) -> list[int]:
-        """Return the model versions made so far, in the log's order."""
+        """Return the numbers of the steps taken so far, in the order of the log."""
         return [event["step"] for event in self.events("step")]
 
     def note_processes(self) -> dict[int, psutil.Process]:
-        """Add the launcher's present processes to the record."""
+        """Record the current child processes of the launcher; return all processes recorded so far."""
         self._noted_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
@@ -83,14 +83,14 @@ class LiveRun:
             self.note_processes()
 
     def is_gone(self) -> bool:
-        """Return whether every recorded process has ended."""
+        """Wait until every recorded process has ended; return false if one is still alive at the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self.alive()
 
     def role(self, name: str) -> psutil.Process:
-        """Return the process of a role. The process of the role `redis` becomes the stream server itself."""
+        """Return the process of a role. The role `redis` is found by the command line of its server."""
         for process in self.note_processes().values():
             try:
                 line = process.cmdline()
@@ -113,7 +113,7 @@ class LiveRun:
             time.sleep(0.05)
 
     def until_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the log has a step at or above `step`."""
+        """Wait until the log has the step number `step` or a later step."""
         self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:
@@ -142,7 +142,7 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix for it."""
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is put before the command."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
@@ -173,7 +173,7 @@ def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> li
 
 
 def light_run(directory: Path, *overrides: str, walking: bool = False) -> list[str]:
-    """Return the arguments of a small new run with a bigram model, created next to `directory`."""
+    """Return the arguments of a new small run with a bigram model, which is created next to `directory`."""
     return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram", walking=walking))
 
 
@@ -187,7 +187,7 @@ def resumed(directory: Path) -> list[str]:
 
 
 def told(*arguments: str) -> str:
-    """Return the output of a `pipelinerl` command, which must succeed. It runs in this process, which is faster."""
+    """Run a `pipelinerl` command in this process, which is faster than in a new one; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

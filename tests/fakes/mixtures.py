@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models, whose experts differ enough to show which one computed."""
+"""Tiny mixture-of-experts models, whose experts differ so much that log-probs show which expert computed a token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIZES: Final[dict[str, Any]] = {
 
 
 def mixture_config(kind: str, vocab: int) -> PreTrainedConfig:
-    """Return the configuration of a model type that `models.routing.REPLAYED` names."""
+    """Return the configuration of a model of type `kind`, one of those in `models.routing.REPLAYED`."""
     sizes = {**_SIZES, "vocab_size": vocab}
     if kind == "qwen3_moe":
         return Qwen3MoeConfig(
@@ -48,7 +48,7 @@ def mixture_config(kind: str, vocab: int) -> PreTrainedConfig:
 
 
 def save_mixture(path: Path, kind: str = "qwen3_moe", *, vocab: int | None = None, scale: float = 5.0) -> Path:
-    """Write a random model to `path`; `scale` multiplies all matrices."""
+    """Write a random model to `path`; `scale` multiplies all its weight matrices."""
     tokenizer = char_tokenizer()
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(mixture_config(kind, vocab or len(tokenizer)))

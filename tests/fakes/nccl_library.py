@@ -1,6 +1,6 @@
-"""`NcclLibrary`: the part of `torch.distributed` that NCCL groups use, without a GPU.
+"""`NcclLibrary`: a fake, without a GPU, of the part of `torch.distributed` that NCCL groups use.
 
-`verify` compares every name with torch's base classes, and with the published stubs of the CUDA build's classes.
+`verify` checks that each of its names exists in torch's base classes, or in the type stubs of torch's CUDA build.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch._C import _distributed_c10d as published
 
 @final
 class NcclLibrary:
-    """Stands in for `torch.distributed`; the group it builds is kept as `group`."""
+    """Stands in for `torch.distributed`; the process group that it creates is kept as `group`."""
 
     BroadcastOptions = torch.distributed.BroadcastOptions
 
     def __init__(self, work: Any, *, connects: bool = True) -> None:
-        """Make every broadcast return `work`. Unless `connects`, connecting blocks until the group is aborted."""
+        """Let every broadcast return `work`. If `connects` is false, connecting blocks until the group is aborted."""
         library = self
         self.group: Any = None
 
@@ -59,7 +59,7 @@ class NcclLibrary:
 
 @final
 class FailedWork:
-    """A failed work handle. Like NCCL's, it counts as completed, and its `wait` returns at once without an error."""
+    """The handle of a failed broadcast. Like NCCL's, it counts as completed, and `wait` returns without an error."""
 
     def is_completed(self) -> bool:
         return True

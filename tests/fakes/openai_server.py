@@ -1,4 +1,4 @@
-"""A third-party server of OpenAI chat completions: no token ids, and no fields beyond OpenAI's."""
+"""A fake third-party server of OpenAI chat completions, which knows no token ids and only OpenAI's own fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KNOWN = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "sto
 
 @final
 class OpenAIFake:
-    """Answers a request body with the text of `answers`; the first answers have the `failures` as statuses instead."""
+    """Answers each request body with the text from `answers`, after it has failed with each status of `failures`."""
 
     def __init__(self, answers: Callable[[dict[str, Any]], str], *, failures: tuple[int, ...] = ()) -> None:
         self.answers = answers

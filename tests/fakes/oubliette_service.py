@@ -1,4 +1,4 @@
-"""A real Oubliette service without a sandbox: it rejects programs, and makes comparisons."""
+"""A real Oubliette service without a sandbox: it compares outputs, but rejects requests to run programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`engine` and `PacedTrainer`: the bigram model's, slowed down to the pace in its directory's file `pace`.
+"""`engine` and `PacedTrainer`: engine and trainer of the bigram model, slowed down as the file `pace` says.
 
-A recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They wait without computing, so that a
-test can make engines too slow, or too many, without using a processor.
+The file is in the model directory. A recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They
+sleep, so a test can make engines too slow, or too many, without using a processor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAINER: Final = f"{__name__}:PacedTrainer"
 
 
 def set_pace(model: Path, *, decode_s: float, step_s: float) -> None:
-    """Set the seconds of a decode step and of a backward pass."""
+    """Set the seconds that each decode step and each backward pass sleeps."""
     (model / "pace.new").write_text(f"{decode_s} {step_s}")
     (model / "pace.new").replace(model / "pace")
 

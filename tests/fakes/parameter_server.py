@@ -1,4 +1,4 @@
-"""A real parameter server, in this process or in one that can be killed, and weights to store on it.
+"""A real parameter server, in this process or in a separate one that can be killed, and weights to store on it.
 
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """
@@ -27,7 +27,7 @@ from pipelinerl.weights.pull import PullOrder, Shard
 
 TOKEN = "secret"
 
-#: Odd sizes, so that boundaries of parts, buckets and parameters never coincide.
+#: The sizes are odd, so that boundaries of shards, buckets and parameters never coincide.
 LAYOUT = WeightLayout(
     parameters=(
         ParameterSpec(name="embed", shape=(1031, 523), dtype=DType.FLOAT32),
@@ -38,7 +38,7 @@ LAYOUT = WeightLayout(
 
 
 def application(place: str | None = None, *, room: int = 3, token: str | None = TOKEN) -> Any:
-    """Return a server's application; it saves to `place`."""
+    """Return the ASGI application of a server that holds `room` versions, and saves them to `place`, if given."""
     store = None if place is None else SnapshotStore(place)
     return create_app(
         ParameterServer(VersionTable(room=room), puller=WeightPuller(token=token), store=store), token=token
@@ -60,7 +60,7 @@ def weights(version: int, layout: WeightLayout = LAYOUT) -> Callable[[], Iterato
 
 @cache
 def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
-    """Return the bytes of a version as they are sent; read-only."""
+    """Return the bytes of a version as they are sent. They are cached, so do not change them."""
     arrays = [
         rng.generator(version, spec.name).standard_normal(size=spec.shape, dtype=np.float32).astype(spec.dtype.value)
         for spec in layout.parameters
@@ -76,14 +76,14 @@ def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
 
 
 def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
-    """Return the publication of a version to `engines`; by default to none."""
+    """Return the publication of a version to `engines`, by default to no engine."""
     layout = fields.get("layout", LAYOUT)
     defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 24.0}
     return Publication(version=version, engines=engines, **(defaults | fields))
 
 
 def order(version: int, *sources: str, layout: WeightLayout = LAYOUT, timeout_s: float = 8.0) -> PullOrder:
-    """Return a pull order for a version, from servers each of which holds all of it."""
+    """Return an order to pull a version from `sources`, each of which holds the whole version."""
     return sharded(version, (sources,), layout=layout, timeout_s=timeout_s)
 
 
@@ -95,7 +95,7 @@ def sharded(
     layout: WeightLayout = LAYOUT,
     timeout_s: float = 8.0,
 ) -> PullOrder:
-    """Return a pull order for a version, from servers each of which holds one shard."""
+    """Return an order to pull a version in shards; each item of `sources` lists the servers of one shard."""
     ranges = layout.shards(len(sources), bucket_bytes)
     return PullOrder(
         shards=tuple(Shard(urls, tuple(held)) for urls, held in zip(sources, ranges, strict=True)),

@@ -58,7 +58,7 @@ def episode(
     versions: Sequence[int] = (),
     logprob: float = -0.5,
 ) -> Rollout:
-    """Return a rollout of turns, each given as (context, sampled tokens) and sampled by its one of `versions`."""
+    """Return a rollout of several turns, each given as (context, sampled tokens); `versions` has one per turn."""
     made = []
     for number, (context, sampled) in enumerate(turns):
         (turn,) = rollout(
@@ -69,7 +69,7 @@ def episode(
 
 
 def as_roots(one: Rollout) -> Rollout:
-    """Return the rollout with each turn as its own conversation, whose context repeats all that preceded it."""
+    """Return the rollout with each turn as a conversation of its own, whose context repeats all earlier tokens."""
     turns = list[Turn]()
     for number, turn in enumerate(one.turns):
         parent = one.parents[number] if one.parents else number - 1

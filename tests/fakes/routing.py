@@ -1,4 +1,4 @@
-"""Rollouts with the routed experts of each token: those that computed it."""
+"""Rollouts with routed experts: for each token, the experts that computed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_contract.types import RoutingShape
 
 
 def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, seed: int = 0) -> Turn:
-    """Return the turn with random routed experts."""
+    """Return a copy of `turn` with random routed experts for all its tokens."""
     draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
     return replace(
         turn,
@@ -24,7 +24,7 @@ def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, see
 def routed_group(
     index: int, rewards: Sequence[float] = (0.0, 1.0), *, layers: int = 2, top_k: int = 2, experts: int = 4
 ) -> RolloutGroup:
-    """Return a group of `fakes.rollouts` in which every rollout has a different routing."""
+    """Return a group in which every rollout has different random routed experts."""
     bare = group(index, rewards)
     return replace(
         bare,

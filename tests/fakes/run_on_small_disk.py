@@ -2,7 +2,7 @@
 
     python -m tests.fakes.run_on_small_disk DIRECTORY ROUNDS       DIRECTORY/checkpoints is a small disk
 
-Real controller, actor, engine, broadcast and training loop; only the streams are in memory. Prints one JSON object.
+Controller, actor, engine, broadcast and training loop are real; only the streams are in memory. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.served import in_thread
 from tests.fakes.small_disk import fill, free
 
-#: The trainer counts as paused after this many calls of `look`, a twentieth of a second apart, without a new version.
+#: Number of calls of `look` (one each 0.05 s) without a new version after which the trainer counts as paused.
 _LOOKS = 6
 
 
 @dataclass
 class Disk:
-    """Fills its disk after each checkpoint, and frees it once the trainer pauses for lack of space."""
+    """Fills the checkpoint disk after each checkpoint, and frees it once the trainer pauses for lack of space."""
 
     checkpoints: Path
     store: CheckpointStore
@@ -44,7 +44,7 @@ class Disk:
     is_full: bool = False
 
     def look(self, controller: Controller) -> bool:
-        """Fill or free the disk, as the run's state requires; return False, so that the run continues."""
+        """Fill the disk after a new checkpoint, or free it if the trainer is paused; return False to continue."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
         if not self.is_full and newest > self.made and len(self.pauses) < self.rounds:
@@ -62,7 +62,7 @@ class Disk:
 
 
 def damage(path: Path) -> CheckpointError | None:
-    """Return the error with which a checkpoint cannot be loaded; None if it can be."""
+    """Return the error that loading the checkpoint raises, or None if it loads."""
     try:
         load(path)
     except CheckpointError as error:

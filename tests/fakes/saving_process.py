@@ -1,9 +1,9 @@
-"""A process that forks children, each of which saves checkpoints and their copies until it is killed.
+"""A process that forks children; each child saves checkpoints and copies of them until it is killed.
 
     python -m tests.fakes.saving_process DIRECTORY       a line on stdin: fork, and answer with the child's pid;
                                                          another line: the child has been killed, collect it
 
-Forking saves each of hundreds of trainers a second of imports.
+A test kills hundreds of children; forking saves each of them a second of imports.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import Retention
 from tests.fakes.checkpoints import model_directory, save
 
-#: Enough bytes of trainer state for writing to take time.
+#: Bytes added to the trainer state, so that writing takes long enough to be interrupted.
 PADDING = 2**18
 
 
 def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
-    """Return a run's checkpoints in `directory`, and their copies next to it."""
+    """Return the checkpoint store of a run in `directory`, and the store of its copies in `directory/location`."""
     (directory / "recipe.toml").touch()
     copies = CheckpointCopies(
         f"file://{directory}/location", retention=Retention(2), run_files=(directory / "recipe.toml",)
@@ -32,7 +32,7 @@ def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
 
 
 def save_on(directory: Path) -> None:
-    """Save one checkpoint after another, forever, from the newest in the directory on."""
+    """Save one checkpoint after another, without end, beginning after the newest one in the directory."""
     store, _ = store_in(directory)
     found = store.latest()
     version = found[1].model_version if found else 0

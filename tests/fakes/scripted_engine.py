@@ -1,9 +1,9 @@
 """`ScriptedEngine`: the smallest engine that keeps the inference contract; with a `Fault` it breaks one promise.
 
 The model is a table of 32 next-token distributions (float32) and a bias. Token i is the character of code 97 + i; token
-0 ends an answer. A prompt's tokens lose most of its text, so a call is recognised only if a prompt has shown it. The
-engine decodes on the event loop, one step per `step_s` seconds. The conformance kit must accept it without a fault, and
-reject it with any fault.
+0 ends an answer. Tokens do not determine their text, so the engine recognises a tool call in an answer only if a prompt
+had the same call. It decodes on the event loop, one step per `step_s` seconds. The conformance kit must accept this
+engine without a fault, and reject it with any fault.
 
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
@@ -102,7 +102,7 @@ class _Sample:
 
 @final
 class _Pull:
-    """Pulls weights correctly, or breaks one of the puller's promises. Satisfies `PullSource`."""
+    """A `PullSource` that pulls weights correctly, or breaks one promise as the fault says."""
 
     def __init__(self, fault: Fault, token: str | None) -> None:
         self._fault = fault
@@ -129,7 +129,7 @@ class _Pull:
 
 @final
 class ScriptedEngine:
-    """Satisfies `Engine`, and also `WeightTarget`, so that the real receiver is used."""
+    """Satisfies `Engine`, and also `WeightTarget`, so that the real `WeightReceiver` can update its weights."""
 
     def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005, token: str | None = None) -> None:
         self._fault = fault
@@ -472,7 +472,7 @@ class ScriptedEngine:
     def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
-        # With stop strings, text is sent only at the end, when it is known how much of it the answer keeps.
+        # With stop strings, text is sent only at the end, because a stop string may remove text that came before it.
         early = not (request.stop_strings or sample.prefix) or self._fault is Fault.STREAMS_STOP_STRING
         text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
         return ChunkChoice(
@@ -575,7 +575,7 @@ def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Forgives:
-    """ASGI wrapper of the server, for faults in validation: `mends` changes a chat request before it is validated."""
+    """ASGI wrapper for faults in validation: `mends` turns invalid chat requests into valid ones before validation."""
 
     def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._app = app

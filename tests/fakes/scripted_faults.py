@@ -1,4 +1,4 @@
-"""`Fault`: the promises of the inference contract that a `ScriptedEngine` can break."""
+"""`Fault`: the ways in which a `ScriptedEngine` can break a promise of the inference contract."""
 
 from __future__ import annotations
 

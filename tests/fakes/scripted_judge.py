@@ -1,8 +1,8 @@
-"""A scripted judge that obeys any text of its prompt that is not quoted data.
+"""A scripted judge model that obeys all text of its prompt, except text that is fenced as data.
 
-Behind `OpenAIFake` it judges over real HTTP. It gives 9 to an answer that says "Paris", else 2; but it obeys a demand
-for a score outside the fences that carry the mark named by its system message. If that message names no mark, or the
-judge is `GULLIBLE`, no text counts as fenced. `ECHO` repeats the answer before its score.
+It gives 9 to an answer that says "Paris", and 2 to others, unless text outside the fences demands the score 10. Fences
+are lines with the mark that the system message names. If that message names no mark, or the judge is `GULLIBLE`, no
+text counts as fenced. An `ECHO` judge repeats the answer before its score. `OpenAIFake` can serve it over HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 HONEST_RIGHT, HONEST_WRONG, DEMANDED = 9, 2, 10
 
 _MARK = re.compile(r"carry the mark (\w+)\.")
-#: Texts that count as a demand for the score 10.
+#: Matches text that demands the score 10.
 _DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?10\b|\b10 out of 10\b", re.IGNORECASE)
 
 
@@ -26,7 +26,7 @@ class Manner(Enum):
 
 
 def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
-    """Return a function from the body of a chat request to the reply's text."""
+    """Return the judge as a function from the body of a chat request to the text of the reply."""
 
     def reply(body: dict[str, Any]) -> str:
         system = "".join(each["content"] for each in body["messages"] if each["role"] == "system")

@@ -1,4 +1,4 @@
-"""Engines behind real HTTP on loopback, on a thread of this process or in a process that can be killed."""
+"""Servers behind real HTTP on loopback, on a thread of this process or in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
-    """Serve `app` and yield its base URL; stop on leaving."""
+    """Serve `app` on a thread and yield its base URL; stop the server at the end of the block."""
     listener = listen("127.0.0.1", 0)
     config = config_of(app)
     config.loop, config.lifespan, config.timeout_graceful_shutdown = "uvloop", "auto", 1
@@ -41,7 +41,7 @@ def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
 
 @contextmanager
 def as_process(module: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `python -m module`, which prints its port; yield its base URL and the process; kill it on leaving."""
+    """Run `python -m module`, which prints its port; yield its base URL and process; kill it when the block ends."""
     process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

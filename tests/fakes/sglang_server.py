@@ -2,8 +2,8 @@
 
 Written from SGLang's sources: `io_struct.py` (request types), `http_server.py` (routes and statuses),
 `weight_versions.py` (the weights of each token, reported at the end of a sample), `init_custom_process_group` (how a
-server's rank joins). It is stricter in rejecting unknown fields, and simpler in having one rank and recomputing every
-sample whole at each step, so that no cache outlives an update. `test_stock_servers` verifies it.
+server's rank joins). Unlike SGLang it rejects unknown fields, has one rank, and recomputes every sample at each step,
+so that no cache outlives an update. `test_stock_servers` verifies it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class UpdateWeightVersionReqInput(Closed):
 
 @dataclass
 class Sample:
-    """A sample in progress: the fake of `Req` in SGLang's scheduler."""
+    """A sample in progress, like `Req` in SGLang's scheduler."""
 
     asked: GenerateReqInput
     tokens: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Sample:
     told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 
     def event(self, version: str) -> dict[str, Any]:
-        """Return the streamed event after a step: all so far, with the spans once the sample has ended."""
+        """Return the event streamed after a step: all tokens so far, and after the last step the version spans."""
         meta: dict[str, Any] = {
             "id": self.asked.rid,
             "finish_reason": self.finished,
@@ -122,7 +122,7 @@ class Sample:
 
 
 class SglangServer:
-    """One server and its scheduler's thread of control."""
+    """The state of one server, and the loop of its scheduler."""
 
     def __init__(self, model: Any, *, context_length: int, deterministic: bool = True) -> None:
         self.model = model.eval()
@@ -137,7 +137,7 @@ class SglangServer:
         self.groups: dict[str, Any] = {}
         self.continued = asyncio.Event()
         self.work = asyncio.Event()
-        self.silent = False  # if true, it hangs: connections get no answer, and sampling stops
+        self.silent = False  # if true, the server hangs: connections get no answer, and sampling stops
         self.step_ended = asyncio.Lock()  # held during a step or an update, so that they never overlap
         self._group_guard = threading.Lock()
 
@@ -199,7 +199,7 @@ class SglangServer:
         return StreamingResponse(self._streamed(Sample(asked)), media_type="text/event-stream")
 
     async def _streamed(self, sample: Sample) -> AsyncIterator[str]:
-        await self.continued.wait()  # as `is_pause_cond` in SGLang
+        await self.continued.wait()  # a paused server starts no sample, as with `is_pause_cond` in SGLang
         self.running[sample.asked.rid] = sample
         self.work.set()
         try:
@@ -209,7 +209,8 @@ class SglangServer:
                 yield f"data: {json.dumps(event)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
-            self.running.pop(sample.asked.rid, None)  # as `create_abort_task` in SGLang
+            # A disconnect aborts the sample, as `create_abort_task` in SGLang does.
+            self.running.pop(sample.asked.rid, None)
 
     async def pause(self, asked: PauseGenerationReqInput) -> dict[str, str]:
         self.continued.clear()

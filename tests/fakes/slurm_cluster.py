@@ -80,7 +80,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Yield a cluster for the block; skip the test if Slurm cannot run so on this machine."""
+    """Yield a running cluster, which ends with the block; skip the test if this machine cannot run Slurm."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not found: a real Slurm needs Debian's slurmctld, slurmd, munge")

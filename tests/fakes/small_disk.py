@@ -1,6 +1,6 @@
-"""A disk that fills up: a tmpfs of the test, in a mount namespace that ends with the process.
+"""A small disk that a test can fill: a tmpfs in a mount namespace of its own, which ends with its process.
 
-The process that the prefix `command(place)` starts has such a disk at `place`, and calls `fill` and `free`.
+A process started with the prefix `command(place)` has such a disk at `place`, and may call `fill` and `free`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def command(place: Path, *, size: str) -> list[str]:
 
 
 def why_not(place: Path) -> str:
-    """Return the reason why this machine cannot make such a disk, empty if it can."""
+    """Return the reason why this machine cannot mount such a disk, or "" if it can."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         tried = subprocess.run([*command(place, size="64k"), "true"], capture_output=True, text=True, timeout=30)

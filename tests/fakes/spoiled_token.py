@@ -21,7 +21,7 @@ SPOILED: Final = 8
 
 
 def untied(source: Path, target: Path) -> None:
-    """Write the model in `source` to `target` with an untied output layer."""
+    """Write the model in `source` to `target`, with an output layer that does not share the embedding."""
     model = AutoModelForCausalLM.from_pretrained(source)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -31,7 +31,8 @@ def untied(source: Path, target: Path) -> None:
 async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
     """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
 
-    All that attends to that token becomes NaN, and nothing else. A model directory with such a value would not load.
+    Every position that attends to that token becomes NaN, and no other. The engine is updated because it would not load
+    a model directory with NaN.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -42,7 +43,7 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:
-    """Assert that a prompt with `SPOILED` is rejected, but its neighbours and the slot's later prompts are sampled."""
+    """Assert that prompts with `SPOILED` are rejected, but not concurrent prompts or later prompts in the same slot."""
 
     def ask(*prompt: int) -> ChatCompletionRequest:
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)

@@ -27,7 +27,7 @@ AS_DOCUMENTED = (
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
     "--scheduling-policy=priority",
-    "--no-enable-chunked-prefill",  # needed on a CPU only
+    "--no-enable-chunked-prefill",  # only needed on a CPU
 )
 
 _SMALL_MACHINE = {
@@ -44,7 +44,7 @@ _SMALL_MACHINE = {
 def serving(
     model: Path, log: Path, *options: str, context_length: int = 256, slots: int = 16, dev_mode: bool = True
 ) -> Iterator[str]:
-    """Start `vllm serve` on `model` and yield its base URL; kill it on leaving."""
+    """Serve `model` with vLLM's own server and yield its base URL; kill the server at the end of the block."""
     with listen("127.0.0.1", 0) as reserved:
         port = reserved.getsockname()[1]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
@@ -58,7 +58,7 @@ def serving(
             _until_healthy(url, process, log)
             yield url
         finally:
-            os.killpg(process.pid, 9)  # the engine core is a separate process
+            os.killpg(process.pid, 9)  # kill the whole process group, because the engine core is a separate process
             process.wait(PATIENCE_S)
 
 
@@ -75,7 +75,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
 
 
 def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
-    """Return a proxy of the server at `url` that reports `facts` in a section of its start's facts."""
+    """Return a proxy of the server at `url` that overrides settings of one configuration section by `facts`."""
     app = FastAPI()
 
     @app.get("/version")

@@ -20,7 +20,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Answered, Message, Problem, PromptOrder, Purpose, Sampling
 
-#: A function from the messages to the answer's text.
+#: A function from the messages of a request to the text of the answer.
 Script = Callable[[Sequence[ChatMessage]], str]
 
 
@@ -44,7 +44,7 @@ def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str 
 
 @final
 class TalkingSampler:
-    """Answers by a script, each answer one version higher than the last. A closed `gate` delays answers."""
+    """Answers by a script; the model version rises by one with each answer. While `gate` is closed, answers wait."""
 
     def __init__(self, script: Script = lambda messages: "a") -> None:
         self.script = script
@@ -73,7 +73,7 @@ class TalkingSampler:
 
 
 def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:
-    """Return `text` as an engine would answer it, cut at the request's limit of tokens."""
+    """Return the completion of an engine that answers `text`, cut at the token limit of the request."""
     messages, known = request.messages or [], request.continue_token_ids
     if known and request.continue_from:
         prompt = tokenizer().encode_continuation(messages, request.continue_from, known)

@@ -1,4 +1,4 @@
-"""A tokenizer and a tiny random model whose chat template shows tools, calls, results and thinking."""
+"""A tokenizer and a tiny random model whose chat template renders tools, tool calls, results and thinking text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder, word_to
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: Special tokens that enclose calls, results and thinking, as in Hermes and Qwen.
+#: Special tokens that enclose tool calls, tool results and thinking text, as in Hermes and Qwen models.
 TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TOOL_TEMPLATE: Final = (
     "{%- if tools %}{{- '<|system|># Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
@@ -33,7 +33,7 @@ _LEARNED: Final = (
 
 
 def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with merges across the characters of control tokens."""
+    """Return a byte-level tokenizer whose merges were also learned on the text of control tokens."""
     from tokenizers import AddedToken
 
     made = word_tokenizer(_LEARNED * 3, vocab=440)

@@ -1,8 +1,8 @@
 """Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
 
-JOBS is a JSON list of (directory, name of a function here, its keyword arguments), run one after another. Each job
-writes its results to found.json in its directory, and arrays to *.npz. `until_lost` reports that it is ready, then runs
-until a rank is lost, and prints the error.
+JOBS is a JSON list of jobs (directory, name of a function in this module, its keyword arguments), run in order.
+Each job writes its result to found.json in its directory, and arrays to *.npz. `until_lost` reports that it is ready,
+runs until a rank is lost, and prints the error.
 """
 
 import json
@@ -29,7 +29,8 @@ from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Train
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
-#: Clips against the policy at the start of the batch; the optimizer steps of the batch move away from that policy.
+#: An objective that clips the ratio to the policy at the start of the batch. The bounds are narrow, so later optimizer
+#: steps of the batch reach them.
 CLIPPED = resolve({"preset": "grpo", "grad1": {"over": "old", "epsilon_low": 0.02, "epsilon_high": 0.02}})
 
 
@@ -38,7 +39,7 @@ def spec_of(model, options, **fields):
 
 
 def kit(directory, *, models, options, names=None):
-    """Return the conformance kit's failed checks for each model and head, with reasons."""
+    """Run the conformance kit for each model and head; return the reason of each failed check, "" for passed ones."""
     found = {}
     for model, head in models:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
@@ -52,13 +53,13 @@ def kit(directory, *, models, options, names=None):
 
 
 def batches(step, parts):
-    """Return a step's micro-batches; the rollouts depend on the step's number."""
+    """Return the micro-batches of a step, `parts` of them; the rollouts depend on the number of the step."""
     rollouts = [[(token + step) % VOCAB for token in one] for one in rollouts_of(VOCAB)]
     return [pack(rollouts[part::parts], prompt=2, temperature=0.7) for part in range(parts)]
 
 
 def steps(trainer, *, first, count, parts):
-    """Run `count` steps of a fixed run from step `first`; return losses, norms and predictions."""
+    """Run `count` training steps on fixed data from step `first`; return losses, gradient norms and predictions."""
     found = {"losses": [], "norms": [], "predictions": []}
     for step in range(first, first + count):
         losses = trainer.backward(batches(step, parts), OBJECTIVE)
@@ -73,7 +74,7 @@ def weights_of(trainer):
 
 
 def gradient(trainer, *, parts):
-    """Return the gradient, read from a step with eps = 1 and no clipping."""
+    """Return the gradient, computed from the weight change of an optimizer step with eps = 1 and no clipping."""
     before = weights_of(trainer)
     trainer.backward(batches(0, parts), OBJECTIVE)
     trainer.optimizer_step(learning_rate=1.0)
@@ -84,7 +85,7 @@ def gradient(trainer, *, parts):
 def train(
     directory, *, model, options, first=0, count=20, parts=5, restore_from=None, checkpointing=False, precision="fp32"
 ):
-    """Run steps of the fixed run; save the state, the weights, and the loss of the next step."""
+    """Run training steps on fixed data; save their results, the state, the weights, and the loss of the next step."""
     trainer = TorchTrainer()
     restored = None if restore_from is None else Path(restore_from)
     fields = {"gradient_checkpointing": checkpointing, "precision": Precision(precision)}
@@ -114,7 +115,7 @@ def begin(directory, *, models, options):
 
 
 def refused(directory, *, model, options, restore_from):
-    """Save the error that rejects a state whose last shard is truncated."""
+    """Truncate the last shard of a saved state; return the error with which the trainer rejects that state."""
     state = shutil.copytree(restore_from, directory / "state")
     shard = max((state / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -143,7 +144,7 @@ def show(directory, *, model, options, parts=5):
 
 
 def groups(number):
-    """Return a batch of seven groups of three ragged rollouts, different for each number."""
+    """Return seven groups of three rollouts of different lengths; each `number` gives other rollouts."""
     draw, made = rng.generator(number, "mesh_epochs"), []
     for index in range(7):
         prompt = draw.integers(1, VOCAB, int(draw.integers(2, 5))).tolist()
@@ -156,7 +157,7 @@ def groups(number):
 
 
 def epochs(directory, *, model, options, batches=3):
-    """Train on batches of six optimizer steps; save the results of each batch, and the final weights."""
+    """Train on batches of six optimizer steps each; save the results of each optimizer step, and the final weights."""
     trainer, told = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
@@ -182,7 +183,7 @@ def epochs(directory, *, model, options, batches=3):
 
 
 def reads(directory, *, model, options, times):
-    """Repeat, `times` times, the kit's check that weights can be read during passes."""
+    """Run, `times` times, the conformance check that weights can be read during forward and backward passes."""
     return {
         str(number): each
         for number in range(times)
@@ -196,7 +197,7 @@ def reads(directory, *, model, options, times):
 
 
 def mixture(directory, *, model, options, count=2):
-    """Train a mixture with replayed routing; also save the model's own choice of experts for the last step."""
+    """Train a mixture of experts with replayed routing; also save the log-probs of the last batch without replay."""
     trainer, found = TorchTrainer(), {"losses": [], "predictions": []}
     trainer.init_worker(spec_of(model, options))
     for step in range(count):

@@ -29,7 +29,7 @@ def main(run_dir: Path) -> None:
             if "No space left" in record.getMessage() and not failed.is_set():
                 failed.set()
                 free(disk)
-                stop.set()  # the next attempt still forwards the remaining events
+                stop.set()  # when stopped, the next attempt still forwards the remaining events, and ends
 
     logging.getLogger("pipelinerl").addHandler(Watch())
     while not failed.is_set():

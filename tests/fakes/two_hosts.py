@@ -1,4 +1,4 @@
-"""`two_hosts`: two machines as far as their networks go, each with its own loopback and a cable between them.
+"""`two_hosts`: two simulated machines on this one, each with its own network and loopback, connected by a cable.
 
 They are Linux network namespaces within a user namespace, which needs no privilege if the kernel allows it. A server on
 the loopback of one host is unreachable from the other.

@@ -1,9 +1,9 @@
 """`undisturbed`: a lockstep run that ended normally, which every disturbed run must equal bit by bit.
 
 One run trains the shipped model with torch; another trains the bigram model, for tests of a run's processes. Each is
-made by the first test process that needs it; other test processes wait. In lockstep, with the ratio over recomputed
-log-probs, a run on a CPU is a function of its seed. (The last bits of the sampler's log-probs depend on the other
-sequences of the forward pass, hence `over = old`.)
+made by the first test process that needs it; other test processes wait. In lockstep, and with policy ratios to
+recomputed log-probs (`over = old`), the results of a run on a CPU depend only on its seed. Ratios to the log-probs of
+the sampler would not, because the last bits of those log-probs depend on the other sequences of a forward pass.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LOCKSTEP = (
 
 
 class Kind(StrEnum):
-    """The model that a lockstep run trains."""
+    """The kind of lockstep run, named for the model that it trains."""
 
     TINY = "tiny"
     BIGRAM = "bigram"
 
     def arguments(self, directory: Path) -> list[str]:
-        if self is Kind.BIGRAM:  # it is slow enough to be disturbed before it ends
+        if self is Kind.BIGRAM:  # slowed down, so that a test can disturb the run before it ends
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)
 
@@ -48,7 +48,7 @@ def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
     folder = Path(gettempdir()) / f"undisturbed-{session}-{kind}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed or the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock is released when the file is closed or the process ends
         where = folder / "directory"
         if not where.exists():
             where.write_text(str(_made(kind, Path(mkdtemp(dir=folder))).directory))

@@ -1,4 +1,4 @@
-"""Checks of a weight update during sampling, in any array library: which weights sampled each token."""
+"""A check of weight updates during sampling, for engines of any array library: which weights sampled each token."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ async def samples_across_an_update(
 ) -> None:
     """Assert that the old weights sample every token before the switch, and the new weights every later one.
 
-    If the cache is not recomputed, the later log-probs must only differ from the new model's.
+    If the update does not recompute the cache, the later log-probs must differ from those of the new model.
 
     Args:
         factor: ratio of the new model's weights to those in `model_path`, which the engine serves.
-        tolerance: of log-probs.
-        as_bytes: converts a model's parameters to the bytes of `staging`.
+        tolerance: the largest difference at which log-probs count as equal.
+        as_bytes: converts the parameters of a model to the bytes that `staging` receives.
     """
     old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
     with torch.no_grad():
@@ -65,12 +65,12 @@ async def samples_across_an_update(
         assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=tolerance)
         if on_update is OnUpdate.RECOMPUTE_KV:
             assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=tolerance)
-        else:  # the old model's cache is still read, so log-probs may differ
+        else:  # the cache of the old model is still read, so log-probs differ from the new model's
             assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=100 * tolerance)
 
 
 def _rescored(model: torch.nn.Module, choice: Choice) -> list[float]:
-    """Return the log-probs of the choice's tokens, computed by a model that is not updated."""
+    """Return the log-probs of the tokens of `choice`, computed by `model` alone in one forward pass."""
     tokens = choice.token_ids or []
     with torch.no_grad():
         logp = model(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""The varlen attention kernel on a CPU, segment by segment; it rejects all that the kernel rejects.
+"""A fake of torch's varlen attention kernel for CPUs, which rejects the same arguments as the kernel.
 
 `test_varlen.py` compares it with torch's own attention.
 """
@@ -24,7 +24,7 @@ def varlen_attention(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Compute causal attention within each segment: the last query of a segment sees all keys of the segment."""
+    """Compute causal attention within each segment; the last query of a segment attends to all its keys."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
         lengths = starts.diff()
         assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[0] == 0 and starts[-1] == len(of)

@@ -24,7 +24,7 @@ TOKEN = "secret"
 
 
 def echoed(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the ground truth, after a pause in which the process may be killed."""
+    """Return 1 if the completion is the ground truth, else 0, after a pause in which a test may kill the process."""
     time.sleep(0.03)
     return float(completion == answer)
 
@@ -39,13 +39,13 @@ def verifier(domain: str) -> GroupVerifier:
 
 
 def service(domains: Mapping[str, ServedDomain] | None = None, **settings: Any) -> VerifierService:
-    """Return a service of the given domains, by default of `words` alone."""
+    """Return a verifier service for `domains`, by default only for the domain `words`."""
     served = domains or {"words": ServedDomain(verifier=verifier("words"), rules=RULES, kept=False)}
     return VerifierService(served, cache=VerdictCache(1 << 20), **settings)
 
 
 def lease(url: str, *, life: str = "1", domains: tuple[str, ...] = ("words",), rules: str = RULES) -> VerifierLease:
-    """Return a service's lease, as the controller keeps it."""
+    """Return the lease of a service at `url`, as the controller keeps it."""
     return VerifierLease(url=url, incarnation=f"{url} {life}", domains=dict.fromkeys(domains, rules))
 
 

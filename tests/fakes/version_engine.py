@@ -1,11 +1,11 @@
-"""Engines whose every weight equals its version, so that each token shows which weights sampled it.
+"""Engines in which every weight equals the model version, so that each token shows which version sampled it.
 
-Each is the real `BatchingEngine` over 24 tensors. A token's id is the smallest weight; its log-prob is the smallest
-minus the largest: 0, unless weights of versions are mixed.
+Each is the real `BatchingEngine` over 24 tensors. The id of a sampled token is the smallest weight, and its log-prob is
+the smallest minus the largest weight: 0, unless weights of several versions are mixed.
 
     python -m tests.fakes.version_engine      for each line read, forks an engine and prints its pid and port
 
-A `Nursery` runs that process, which has imported everything: an engine starts at once, and tests can kill hundreds.
+A `Nursery` runs that process, which has imported everything, so that an engine starts immediately when it is forked.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 
-#: More bytes than a connection's buffers hold, so that a suspended receiver blocks the sender.
+#: The weights have more bytes than the buffers of a connection, so that a suspended receiver blocks the sender.
 LAYOUT: Final = WeightLayout(
     parameters=tuple(ParameterSpec(name=f"p{row:02}", shape=(2**16,), dtype=DType.FLOAT32) for row in range(24))
 )
 BUCKET_BYTES: Final = 2**18
-#: Seconds per decode step, long enough for many engines to share a processor.
+#: Seconds per decode step, so long that many engines can share a processor.
 STEP_S: Final = 0.004
 PROMPT: Final = [1, 2, 3]
 
 
 def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Return all weights of a version; `before(row)` is called before each parameter is gathered."""
+    """Return a function that gathers all weights of a version; it calls `before(row)` before each parameter."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, parameter in enumerate(LAYOUT.parameters):
@@ -53,7 +53,7 @@ def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> 
 
 @final
 class VersionRunner:
-    """A `ModelRunner` over weights that equal their version."""
+    """A `ModelRunner` over weights that all equal the model version."""
 
     slots = 64
     context_length = 256
@@ -109,7 +109,7 @@ class VersionRunner:
 
 @final
 class _NoText:
-    """`Tokenizer` and detokenizer of a model without text: prompts are token ids."""
+    """A `Tokenizer` for a model without text, whose prompts are token ids."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -133,7 +133,7 @@ class _NoText:
 
 
 def application(*, token: str | None = None) -> Any:
-    """Return the engine behind its routes."""
+    """Return the ASGI application of a new engine."""
     options = engine_options(model_id="versions")
     return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
 
@@ -195,7 +195,7 @@ def _nursery() -> None:
     import pipelinerl.weights.broadcast.collective  # import torch once, before the engines are forked
 
     assert pipelinerl.weights.broadcast.collective.dist.is_available()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ignore SIGCHLD, so that no dead child becomes a zombie
     for _ in sys.stdin:
         if os.fork() == 0:
             sys.stdin.close()

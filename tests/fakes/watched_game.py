@@ -48,7 +48,7 @@ class _Unhurried:
 
 
 async def play(task: Task, client: Any, *, directory: str, longest_pause_s: float) -> float:
-    """Play one episode, visible as a file."""
+    """Play one episode; a file in `directory` exists as long as it is open."""
     file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
     file.touch()
     try:
@@ -58,7 +58,7 @@ async def play(task: Task, client: Any, *, directory: str, longest_pause_s: floa
 
 
 def open_episodes(directory: Path) -> list[psutil.Process]:
-    """Return the living processes that play the open episodes."""
+    """Return the processes that play the open episodes and are alive."""
     playing = []
     for number in {int(path.name.partition(".")[0]) for path in directory.iterdir()}:
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The answer log keeps results, drops incomplete ones, and rejects results of another question."""
+"""The answer log keeps complete answers, drops incomplete ones, and rejects a file written with other settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_answer_log_cut_off_at_any_byte_keeps_its_whole_answers(tmp_path: Path, cut: int) -> None:
+def test_answer_log_cut_off_at_any_byte_keeps_its_complete_answers(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         for number in (0, 1):
@@ -48,7 +48,7 @@ def test_answer_log_cut_off_at_any_byte_keeps_its_whole_answers(tmp_path: Path, 
     assert path.read_bytes() == whole
 
 
-def test_answer_log_of_another_question_or_another_file_is_rejected(tmp_path: Path) -> None:
+def test_answer_log_with_other_settings_or_a_file_that_is_no_answer_log_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         log.add(Said(1))

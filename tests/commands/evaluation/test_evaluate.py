@@ -35,7 +35,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a random bigram model that gives one of the two correct answers sometimes."""
+    """Return a random bigram model, which sometimes answers "1" or "2", the correct answers of the two domains."""
     directory, tokenizer = tmp_path / "model", char_tokenizer(alphabet=" 0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=1.0).save(directory)
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, model: Path) -> Path:
-    """Return a recipe with two domains of twelve held-out problems each and a fast reward."""
+    """Return a recipe with two domains, whose reward function only compares the answer with the ground truth."""
     (tmp_path / "right.py").write_text("def right(answer, completion):\n    return completion == answer\n")
     blocks = []
     for domain, answer in (("says_1", "1"), ("says_2", "2")):
@@ -91,7 +91,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, r
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_other_openai_server_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
+def test_server_other_than_our_engines_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -102,7 +102,7 @@ def test_other_openai_server_is_evaluated_by_the_texts_of_its_answers(recipe: Pa
     assert report.figures.length_mean == 1.0
 
 
-def test_evaluation_counts_problems_that_fail_and_continues(recipe: Path) -> None:
+def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400, 400))
     with in_thread(fake.app) as url:
         config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
@@ -168,7 +168,8 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
         first = evaluated(url, load(recipe, [*once, "evaluation.problems=12"]), out=out)
         assert (first.asked, first.figures.problems, first.incomplete) == (12, 10, 2)
         with out.open("ab") as file:
-            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')  # torn by a kill
+            # an incomplete line, as a killed evaluation leaves it
+            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')
         asked = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
         assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"
@@ -181,7 +182,7 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
     assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
 
 
-def test_evaluation_rejects_an_output_file_of_other_settings_or_weights(
+def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_or_weights(
     tmp_path: Path, model: Path, recipe: Path
 ) -> None:
     out = tmp_path / "answers.jsonl"
@@ -237,8 +238,8 @@ def test_evaluation_report_is_shown_as_a_table_or_json(
     assert "pass@8" in text and "says_2" in text and "8 × 20 samples" in text
 
 
-def test_evaluation_ends_at_once_on_ctrl_c_without_a_traceback(model: Path, recipe: Path) -> None:
-    """The evaluation's own engine must end as well."""
+def test_evaluation_ends_immediately_on_ctrl_c_without_a_traceback(model: Path, recipe: Path) -> None:
+    """The engine that the evaluation has started must end as well."""
     command = [sys.executable, "-m", "pipelinerl.cli", "eval", str(model), "--recipe", str(recipe), "--problems", "40"]
     command += ["--samples", "512", "--set", "sampling.max_tokens=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True)

@@ -1,4 +1,4 @@
-"""`pipelinerl prefilter` computes pass rates, keeps problems within a band, and resumes after an interruption."""
+"""`pipelinerl prefilter` computes pass rates, keeps problems whose rate is in a range, and resumes when interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.served import in_thread
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Return a recipe with forty problems; answers depend on the last digit of the problem's number."""
+    """Return a recipe with forty problems, whose prompts are the numbers from 0 to 39; the right answer is always 7."""
     lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipe_file.toml").write_text(
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def answers(body: dict[str, Any]) -> str:
-    """Answer correctly for 0, never for 1, and otherwise for about half of the seeds."""
+    """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and else correctly for odd seeds."""
     last = body["messages"][0]["content"][-1]
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
@@ -64,14 +64,17 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
 
 
-def test_interrupted_prefilter_does_not_ask_answered_problems_again(tmp_path: Path, config: RunConfig) -> None:
+def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answered(
+    tmp_path: Path, config: RunConfig
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
         report = asked(url, config, whole)
         asked(url, config, broken)
         lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
-        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])  # killed while writing the sixth
+        # The first line is a header. The file looks as if the command was killed while it wrote the sixth answer.
+        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])
         fake.bodies.clear()
         again = asked(url, config, broken)
     assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
@@ -88,7 +91,9 @@ def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, c
     assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
 
 
-def test_answers_of_a_model_that_was_rewritten_belong_to_another_question(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(
+    tmp_path: Path, config: RunConfig
+) -> None:
     target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
     weights.write_bytes(b"first")
     before = _question(target, config, samples=8, model="")
@@ -97,7 +102,7 @@ def test_answers_of_a_model_that_was_rewritten_belong_to_another_question(tmp_pa
     assert _question(target, config, samples=8, model="") != before
 
 
-def test_prefilter_retries_unanswered_problems_at_the_next_call(tmp_path: Path, config: RunConfig) -> None:
+def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers, failures=(400,))
     with in_thread(fake.app) as url:
         assert asked(url, config, tmp_path / "out", problems=6).unanswered == 1
@@ -105,12 +110,12 @@ def test_prefilter_retries_unanswered_problems_at_the_next_call(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
-def test_invalid_band_of_pass_rates_is_rejected(text: str) -> None:
+def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
         Band.parse(text)
 
 
-def test_bands_of_pass_rates_are_parsed_and_named() -> None:
+def test_ranges_of_pass_rates_are_parsed_and_named() -> None:
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

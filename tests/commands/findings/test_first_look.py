@@ -45,7 +45,7 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),
     ],
 )
-def test_invalid_row_of_a_data_file_is_named_with_its_fault(
+def test_error_names_the_invalid_row_of_a_data_file_and_its_fault(
     row: dict[str, object], domain: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
     tests = {"metadata": {"tests": [{"input": "", "output": ""}]}} if "verifier" in domain else {}
@@ -61,7 +61,7 @@ def test_invalid_row_of_a_data_file_is_named_with_its_fault(
     refuse_problems(config, FIRST)
 
 
-def test_row_with_an_unknown_instruction_is_named(tmp_path: Path) -> None:
+def test_error_names_the_data_row_with_an_unknown_instruction(tmp_path: Path) -> None:
     config = config_of(tmp_path, verifier="instruction_following")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "metadata": WORDS}))
     with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: there is no instruction 'punctuation:no_coma'"):
@@ -75,7 +75,7 @@ def test_row_with_an_unknown_instruction_is_named(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "of system, user, assistant, user"),
     ],
 )
-def test_domain_with_messages_that_the_template_rejects_is_named(
+def test_error_names_the_domain_whose_messages_the_chat_template_rejects(
     few_shot: list[dict[str, str]], sentence: str, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, NO_SYSTEM)
@@ -87,7 +87,7 @@ def test_domain_with_messages_that_the_template_rejects_is_named(
     assert said.startswith("domains.d: ") and sentence in said and said.endswith(f"(the template of {model})")
 
 
-def test_invalid_row_of_a_user_data_source_is_named_by_its_function(tmp_path: Path) -> None:
+def test_error_about_an_invalid_row_of_a_user_data_source_names_the_users_function(tmp_path: Path) -> None:
     code = "def rows():\n    return [{'prompt': f'q{i}', 'answer': '' if i == 7 else str(i)} for i in range(9)]\n"
     (tmp_path / "mine.py").write_text(code)
     config = config_of(tmp_path, source=f"{tmp_path}/mine.py:rows", parameters={})

@@ -1,4 +1,4 @@
-"""Findings of `pipelinerl check` on experts, attention and mesh, and what it rejects."""
+"""Findings and errors of `pipelinerl check` about mixtures of experts, attention kernels and device meshes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
 
 
-def test_check_shows_the_cost_of_routing_replay_and_the_loop_gets_the_routing_shape(mixture: Path) -> None:
+def test_check_shows_the_cost_of_routing_replay_and_the_training_loop_gets_the_routing_shape(mixture: Path) -> None:
     config = recipe(mixture, [REPLAYED])
     refuse(config)
     (finding,) = expert_findings(config)
@@ -82,7 +82,7 @@ def test_routing_replay_is_rejected_for_a_model_without_experts() -> None:
 
 
 def test_canary_tolerance_allows_for_differing_experts_unless_routing_is_replayed(mixture: Path) -> None:
-    """The canary uses the engine's experts if routing is replayed; otherwise it compares the mean."""
+    """With routing replay, the canary's forward pass uses the engine's experts; without it, the tolerance is larger."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)

@@ -28,7 +28,7 @@ def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
     return config_of(source="files", parameters={"path": str(path), **fields})
 
 
-def test_check_counts_the_instructions_of_a_file_in_the_public_layout(tmp_path: Path) -> None:
+def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path: Path) -> None:
     config = of_rows(tmp_path)
     ((part, said),) = instruction_findings(config, config.domains[0])
     assert part == "instructions" and said.endswith("problems, punctuation:no_comma 100%")
@@ -47,7 +47,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
 ) -> None:
     config = of_rows(tmp_path, row)
     refused = []
-    for seed in range(8):  # the hash puts the row into one split; two of the three are checked
+    for seed in range(8):  # the seed decides into which of three splits the row is hashed; two splits are checked
         row_config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         try:
             list(instruction_findings(row_config, config.domains[0]))
@@ -56,7 +56,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
     assert len(refused) == 8 and all(sentence in said for said in refused)
 
 
-def test_check_counts_instructions_of_generated_problems_but_not_of_other_verifiers() -> None:
+def test_check_counts_instructions_of_generated_problems_but_not_for_domains_with_other_verifiers() -> None:
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
     ((_, said),) = instruction_findings(config, config.domains[0])
     assert "of 260 problems" in said and "startend:quotation" in said

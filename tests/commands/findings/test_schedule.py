@@ -37,13 +37,13 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         ),
     ],
 )
-def test_check_describes_the_division_of_a_batch_into_optimizer_steps(
+def test_check_describes_into_how_many_optimizer_steps_a_batch_is_divided(
     changes: tuple[str, ...], said: str | None
 ) -> None:
     assert mini_batch_finding(load("tiny", changes)) == said
 
 
-def test_explain_shows_the_division_of_a_recipes_batch_into_mini_batches() -> None:
+def test_explain_shows_into_how_many_mini_batches_a_batch_is_divided() -> None:
     told = Console(file=StringIO(), width=300)
     show("tiny", SEVERAL, [], told)
     assert "a batch: epochs: 2, mini-batches in each: 4" in told.file.getvalue()
@@ -60,7 +60,7 @@ def said_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
     return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
 
 
-def test_check_warns_of_clipping_over_old_with_one_optimizer_step_per_batch() -> None:
+def test_check_warns_of_ppo_clipping_that_has_no_effect_with_one_optimizer_step_per_batch() -> None:
     (alone,) = said_of("ppo_recomputed")
     assert alone.startswith("grad1 clips π_θ/π_old, which is always 1 here") and "training.epochs" in alone
     assert said_of("ppo_recomputed", *SEVERAL) == []

@@ -1,4 +1,4 @@
-"""`pipelinerl simulate` from a run or a table: figures, a recommendation, and a verdict on accuracy."""
+"""`pipelinerl simulate` from a run or a hardware table: predictions, a recommendation, and their accuracy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def table(tmp_path: Path) -> str:
 
 
 def run_directory(where: Path, events: list[Event]) -> Path:
-    """Write a finished run of `tiny` in lockstep, with these events and answers of 6 tokens."""
+    """Write a finished lockstep run of the recipe `tiny` with these events, and with answers of 6 tokens."""
     (where / "samples").mkdir(parents=True)
     save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
     (where / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -74,7 +74,7 @@ def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(tab
     assert "http" not in text
 
 
-def test_simulation_with_a_published_hardware_table_says_that_nothing_was_measured() -> None:
+def test_simulation_with_a_published_hardware_table_says_that_its_numbers_were_not_measured_here() -> None:
     changes = ("sampling.max_tokens=2048", "engine.context_length=4096", "engine.slots=64")
     result = simulate(
         "tiny", *changes, "--hardware", "h100:0.5b", "--lengths", "heavy:300,1", "--sweep", "engine.count=1,2"
@@ -90,7 +90,7 @@ def test_simulation_rejects_a_recipe_that_exceeds_the_memory_of_the_hardware() -
     assert "raise engine.devices" in str(result.exception)
 
 
-def test_simulation_prints_its_figures_as_json(table: str) -> None:
+def test_simulation_prints_its_predictions_as_json(table: str) -> None:
     said = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
     (trial,) = said["trials"]
     prediction = trial["prediction"]
@@ -100,7 +100,7 @@ def test_simulation_prints_its_figures_as_json(table: str) -> None:
     assert said["recommended"] is None
 
 
-def test_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> None:
+def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> None:
     said = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
     assert json.loads(said.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
@@ -120,7 +120,7 @@ def test_simulation_from_a_run_is_validated_on_the_runs_second_half(tmp_path: Pa
     assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
 
 
-def test_simulation_from_a_run_uses_its_answer_and_prompt_lengths(tmp_path: Path) -> None:
+def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tmp_path: Path) -> None:
     run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
     assert run.setting.lengths.mean == 6
     assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
@@ -181,7 +181,7 @@ def test_simulated_setting_is_read_from_the_sections_of_the_recipe() -> None:
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
     expected: dict[str, Any] = {
-        "bounds": StalenessBounds(1, 2),  # the recipe's own numbers override the preset's
+        "bounds": StalenessBounds(1, 2),  # the recipe's own j and k override those of the preset
         "engines": 3,
         "on_update": "drain",
         "mini_batches": 4,
@@ -190,7 +190,7 @@ def test_simulated_setting_is_read_from_the_sections_of_the_recipe() -> None:
         "rollouts_per_step": 256,
         "group_size": 8,
         "slots": 256,
-        "groups_in_flight": 192,  # four times what fills the slots of three engines, for each of two actors
+        "groups_in_flight": 192,  # 4 · 3 engines · 256 slots / 8 samples per group, divided between two actors
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
 

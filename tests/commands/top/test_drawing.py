@@ -1,4 +1,4 @@
-"""A run's figures as lines of text: they fit the width, are labelled, and contain no control characters."""
+"""The text that `pipelinerl top` draws: metrics that fit the width, with labels and without control characters."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ SNAPSHOT = RunSnapshot(
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
-def test_drawn_lines_fit_the_width_and_show_all_figures(width: int) -> None:
+def test_drawn_lines_fit_the_width_and_show_all_metrics_of_the_run(width: int) -> None:
     told = figures(SNAPSHOT, width).plain
     rows = told.splitlines()
-    told_long = ("prompts", "alarm", "waits for", "  ")  # sentences that wrap
+    told_long = ("prompts", "alarm", "waits for", "  ")  # beginnings of lines that may be wrapped
     assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
     for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
                    "1.2 ms", "51%", "healthy", "expelled", "engine-7 is requested", " 31% engines: sampling",
@@ -76,14 +76,14 @@ def test_number_of_unreadable_events_is_shown() -> None:
     assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
-def test_figures_that_a_run_does_not_have_yet_are_left_out() -> None:
+def test_metrics_that_a_run_does_not_have_yet_are_left_out() -> None:
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     told = figures(bare, 40).plain
     assert "new starting" in told and "step 0" in told and "reward    –" in told
     assert "prompts" not in told and "engine " not in told and "time of" not in told
 
 
-def test_domains_and_engines_beyond_the_limit_are_shown_as_a_count() -> None:
+def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count() -> None:
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)

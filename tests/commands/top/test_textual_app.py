@@ -44,7 +44,7 @@ def followed(run: Path | str) -> Iterator[RunFollower]:
 
 @asynccontextmanager
 async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
-    """Yield the screen of a run once figures are shown."""
+    """Yield the screen of a run once it shows the metrics of that run."""
     from pipelinerl.commands.top.textual_app import TopApp
 
     with followed(run) as follower:
@@ -95,7 +95,7 @@ async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Cal
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24)])
-async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_the_error(tmp_path: Path, size: Any) -> None:
+async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp_path: Path, size: Any) -> None:
     async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
         assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
         knobs = run.controller.state.knobs
@@ -127,7 +127,7 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp
         assert not any(field.display for field in pilot.app.query(Input))
 
 
-async def test_top_reports_a_silent_controller_and_keeps_its_last_figures(
+async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
@@ -169,7 +169,7 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
     while wanted is None or wanted not in told:
         try:
             told += os.read(terminal, 2**16)
-        except OSError:  # raised when the other side is closed
+        except OSError:  # raised when the program has closed its side of the terminal
             assert wanted is None, f"it ended before it said {wanted!r}: {told!r}"
             break
     return told

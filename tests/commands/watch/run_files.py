@@ -41,7 +41,7 @@ def written_run(run_dir: Path, *, steps: int = 40, end: bool = True, overrides: 
 
 
 def write(log: EventLog, event: dict[str, Any]) -> None:
-    """Write an event of `synthetic.events`; steps get figures by domain and by age."""
+    """Write an event of `synthetic.events`; step events also get metrics by domain and by token age."""
     fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
     if event["kind"] == "step":
         fields |= {"by_domain": by_domain(event), "age_0_share": 0.75, "age_3_4_share": 0.25, "orders": [event["step"]]}
@@ -49,7 +49,7 @@ def write(log: EventLog, event: dict[str, Any]) -> None:
 
 
 def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return figures of two domains of different skill; the rollouts of the first are episodes with tools."""
+    """Return metrics of an easy domain, whose rollouts are episodes with tools, and of a hard domain."""
     figures = {"rollouts": 128.0, "groups": 16.0, "length_mean": 6.0, "stale_groups": 1.0, "truncated": 0.0}
     easy = {"reward": event["reward"], "accuracy": event["reward"]}
     calls = {"calls_parsed": 40.0, "tool_errors": 3.0, "calls_malformed": 1.0}
@@ -58,7 +58,7 @@ def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def sampled(step: int, **fields: Any) -> SampleGroup:
-    """Return a group with a correct answer that has all token columns, and a wrong one without tokens."""
+    """Return a group of two answers: a correct one with values for each token, and a wrong one without tokens."""
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=(7, 8, 9), texts=("a", "b", "<eos>")),
         versions=(step - 2, None, step - 1),
@@ -74,7 +74,7 @@ def sampled(step: int, **fields: Any) -> SampleGroup:
 
 
 def of_episode(step: int) -> SampleGroup:
-    """Return a group with one episode: two turns of the main agent, a fork of the first, and a sub-agent."""
+    """Return a group with one episode: two turns of the main agent, a fork of the first, and a turn of a sub-agent."""
     turns = (
         TurnRecord(text="let me look", agent="main", length=4, begins="first"),
         TurnRecord(text="it is b", agent="main", length=3, context="the tool says b", reward=1.0, continues=1),
@@ -97,7 +97,7 @@ def of_evaluation(step: int) -> SampleGroup:
 
 @dataclass
 class ServedPage:
-    """A served page, its client and its runs."""
+    """The page of `pipelinerl watch` behind real HTTP, with an HTTP client and the watched runs."""
 
     url: str
     keys: list[str]
@@ -112,7 +112,7 @@ class ServedPage:
 
 @contextmanager
 def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -> Iterator[ServedPage]:
-    """Serve the page of these runs; `http` has its cookie."""
+    """Serve the page of these runs; its HTTP client already has the login cookie."""
     keys: list[str] = []
     links, runs = PageLinks(keys.append), watched_runs(run_dirs)
     links.offer()
@@ -123,8 +123,8 @@ def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -
 
 
 def loaded(page: ServedPage, run: int = 0) -> Any:
-    """Return `/api/run` once all files have been read."""
-    while True:  # bounded by the test's time limit
+    """Wait until the page has read all files of the run; return the response to `/api/run`."""
+    while True:  # ends at the latest with the time limit of the test
         told = page.get("/api/run", run=run)
         if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
             return told

@@ -116,7 +116,7 @@ def test_page_finds_its_cookie_among_those_of_other_ports(page: ServedPage) -> N
 
 @pytest.mark.parametrize("path", ["/api/run", "/?key=x"])
 async def test_malicious_cookies_are_parsed_quickly(page: ServedPage, path: str) -> None:
-    """Headers have the maximum size of a connection; http.cookies would take 11 s for the first of them."""
+    """The cookies are as long as the server accepts; the standard library would need 11 s to parse the first one."""
     app = create_page([], token=TOKEN, links=PageLinks(lambda _: None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=page.url) as http:
         for cookie in ('a="' + "\\a" * 16_000 + '"', 'a="' + '\\"' * 16_000 + '"', "pipelinerl=" * 2_900, ";" * 32_000):

@@ -75,7 +75,7 @@ def test_page_returns_step_metrics_whole_or_merged_into_fewer_points(page: Serve
     assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
 
 
-def test_live_view_has_confidence_intervals_token_ages_and_waits(page: ServedPage) -> None:
+def test_live_view_shows_confidence_intervals_token_ages_and_what_roles_wait_for(page: ServedPage) -> None:
     now = page.get("/api/now", window=20)
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
@@ -87,7 +87,7 @@ def test_live_view_has_confidence_intervals_token_ages_and_waits(page: ServedPag
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
-def test_live_view_returns_only_new_steps_and_marks(page: ServedPage) -> None:
+def test_live_view_returns_only_steps_and_event_marks_that_the_browser_does_not_have(page: ServedPage) -> None:
     names = "reward,domain/long_words/reward"
     whole = page.get("/api/now", metrics=names)["steps"]
     assert whole == page.get("/api/steps", metrics=names) and whole["last"] == 40
@@ -102,7 +102,7 @@ def test_live_view_returns_only_new_steps_and_marks(page: ServedPage) -> None:
         assert page.http.get("/api/now", params={"metrics": "reward", **wrong}).status_code == 422, wrong
 
 
-def test_page_sorts_filters_and_pages_samples(page: ServedPage) -> None:
+def test_page_sorts_filters_and_paginates_samples(page: ServedPage) -> None:
     first = page.get("/api/samples", sort="length", limit=30)
     assert first["matched"] == 80 and first["complete"] and first["samples"][0]["length"] == 7
     seen = [(each["group"], each["sample"]) for each in first["samples"]]
@@ -139,7 +139,7 @@ def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
         assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"
 
 
-def test_page_compares_runs_over_one_axis(page: ServedPage) -> None:
+def test_page_compares_runs_over_a_common_x_axis(page: ServedPage) -> None:
     told = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
     assert [len(run["x"]) for run in told["runs"]] == [10, 10] and told["runs"][0]["x"][-1] == 40 * 256
     assert {"path": "run.name", "values": ["tiny", "two"]} in told["differences"]
@@ -153,7 +153,7 @@ def test_differences_between_recipes_are_listed_by_path_and_name() -> None:
     assert found == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
 
 
-def test_prompts_are_shortened_to_the_parts_that_differ() -> None:
+def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ() -> None:
     head, tail = "Answer in JSON.\nSpell this backward: ", "\nThink first."
     texts = [head + word + tail for word in ("stone", "storm", "a cat")]
     assert differing_parts(texts, 200) == ["… stone …", "… storm …", "… a cat …"]
@@ -169,7 +169,7 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     one = written_run(tmp_path / "one", steps=1, overrides=["engine.count=2"])
     two = written_run(tmp_path / "two", steps=1, overrides=["staleness.j=2"])
     text = (two / "recipe.toml").read_text()
-    text = text.replace("stall_s = 120.0\n", "")  # an older version did not write it
+    text = text.replace("stall_s = 120.0\n", "")  # like a recipe saved before this setting existed
     (two / "recipe.toml").write_text(text.replace('name = "long_words"', 'name = "other_words"'))
     with served_page(one, two) as page:
         found = {each["path"]: each["values"] for each in page.get("/api/compare")["differences"]}
@@ -178,7 +178,7 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     assert "run.stall_s" not in found and "domains.other_words.oubliette.tier" not in found, found
 
 
-def test_cause_of_a_tokens_mismatch_follows_from_its_version_and_its_turns_first_version() -> None:
+def test_cause_of_a_tokens_mismatch_follows_from_its_version_and_the_first_version_of_its_turn() -> None:
     told = causes_of((3, 4, None, 4, 4, None, 3), held=4)
     assert told == (
         Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
@@ -201,14 +201,14 @@ def test_malformed_events_do_not_break_the_page(tmp_path: Path) -> None:
             for kind in kinds:
                 file.writelines(json.dumps(dict.fromkeys(names, each) | {"kind": kind}) + "\n" for each in odd)
             file.write(json.dumps({"kind": "step", "step": 3, "reward": 1.0}) + "\n")
-        while page.get("/api/run")["step"] != 3:  # bounded by the test's time limit
+        while page.get("/api/run")["step"] != 3:  # ends at the latest with the time limit of the test
             pass
         for path in ("/api/steps", "/api/now", "/api/knobs", "/api/engines", "/api/compare"):
             page.get(path)
 
 
 async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
-    """Return the stream's events until each of these names has occurred."""
+    """Read the event stream until every event name in `names` has occurred; return the events."""
     told, waited = [], set(names)
     name = ""
     async for line in lines:
@@ -259,7 +259,7 @@ async def test_page_stream_sends_new_events_and_replays_missed_ones(tmp_path: Pa
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_page_returns_a_window_of_the_timeline_as_lanes(tmp_path: Path) -> None:
+def test_page_returns_a_time_window_of_the_timeline_with_one_lane_per_role(tmp_path: Path) -> None:
     with served_page(written_run(tmp_path / "run", steps=10)) as page:
         loaded(page)
         whole = page.get("/api/timeline")

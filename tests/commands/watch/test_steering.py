@@ -1,4 +1,4 @@
-"""Changes from the page through the controller's own application; without one, the page still shows the run."""
+"""The page of `pipelinerl watch` changes a live run through its controller, and shows runs without a controller."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def refusal_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_page_changes_a_live_run_unless_it_is_read_only(tmp_path: Path) -> None:
+async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=3, end=False, overrides=["sampling.group_size=2"])
-    recipe = (run_dir / "recipe.toml").read_text()  # use the domains of the controller in this test
+    recipe = (run_dir / "recipe.toml").read_text()  # the controller of this test has domains `a` and `b`
     (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     (tmp_path / "controller").mkdir()
     async with running(tmp_path / "controller") as run:
@@ -89,7 +89,7 @@ async def knobs_are_changed(page: ServedPage, run: Any) -> None:
 
 
 async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
-    """Both the check and the change reject these values."""
+    """Check that knob values which JSON cannot represent are rejected, both when checked and when changed."""
     before = run.controller.state.knobs
     for body in (
         b'{"k": NaN}',
@@ -140,7 +140,7 @@ async def nothing_is_changed(page: ServedPage, run: Any) -> None:
 
 
 async def a_silent_controller_is_said_so(page: ServedPage) -> None:
-    """The directory still has the address of the stopped controller."""
+    """Check that the page reports the stopped controller, whose address is still in the run directory."""
     told = (await ask(page, "GET", "/api/run")).json()
     assert told["step"] == 3 or told["loading"]["events"] < 1.0
     assert not told["may_steer"] and "no controller answers" in told["why_not"]
@@ -159,7 +159,7 @@ async def test_page_cannot_change_a_run_without_a_controller(tmp_path: Path) -> 
 
 @contextmanager
 def status_only(run_dir: Path) -> Iterator[list[Any]]:
-    """Serve a controller's status, write its address into the run's directory, and yield the client addresses."""
+    """Serve the status of a fake controller for the run; yield the addresses of clients that requested it."""
     asked_by: list[Any] = []
     status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
 
@@ -174,7 +174,7 @@ def status_only(run_dir: Path) -> Iterator[list[Any]]:
         yield asked_by
 
 
-def test_status_of_a_run_is_cached_and_a_moved_controller_is_found(tmp_path: Path) -> None:
+def test_status_of_a_run_is_cached_and_a_controller_at_a_new_address_is_found(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=1, end=False)
     steering = Steering(run_dir)
     try:

@@ -1,4 +1,4 @@
-"""The feed notifies all current listeners once per batch of entries."""
+"""The feed of a watched run notifies all current listeners once per batch of new entries."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_three_skipped_steps_in_a_row_end_the_run_with_a_balanced_ledger(seed: int) -> None:
+def test_run_ends_with_a_balanced_ledger_after_three_skipped_steps_in_a_row(seed: int) -> None:
     run = world(seed)
     run.poison = 0.2 if seed % 2 else 0.7
     run.begin()
@@ -189,7 +189,7 @@ def test_oversampling_run_keeps_staleness_bounds_and_trains_no_group_twice(seed:
     ("settings", "k"),
     [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
 )
-def test_actors_are_given_no_staleness_limit_if_overdue_groups_may_still_train(
+def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on(
     settings: dict[str, Any], k: float | None
 ) -> None:
     made = controller(k=4)
@@ -197,7 +197,7 @@ def test_actors_are_given_no_staleness_limit_if_overdue_groups_may_still_train(
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_run_with_overdue_wait_drops_no_group_and_finishes(seed: int) -> None:
+def test_run_that_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int) -> None:
     """Orders fail, are given up or filtered, and engines are updated at random."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
@@ -213,7 +213,7 @@ def test_run_with_overdue_wait_drops_no_group_and_finishes(seed: int) -> None:
 
 
 def test_random_schedules_include_waits_for_overdue_groups() -> None:
-    """Otherwise the previous test would prove nothing."""
+    """Without such waits, the previous test would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
         for seed in range(20):
@@ -333,7 +333,7 @@ def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> N
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_knob_changes_are_sent_at_once_to_a_trainer_that_waits_for_rollouts() -> None:
+def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts() -> None:
     """New prompts follow the new knobs at once, so a trainer with the old ones could wait for too many rollouts."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
@@ -354,7 +354,7 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_starving_trainer_gets_a_directive_while_an_evaluation_runs() -> None:
+def test_trainer_that_waits_for_rollouts_gets_a_directive_while_an_evaluation_runs() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -370,7 +370,7 @@ def test_starving_trainer_gets_a_directive_while_an_evaluation_runs() -> None:
 
 
 def test_orders_of_a_departed_actor_are_reissued() -> None:
-    """The departed actor's last heartbeat claims groups, live actors have none, and the stream server lost all."""
+    """The last heartbeat of the departed actor claims four groups; these orders exist nowhere else any more."""
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -384,7 +384,7 @@ def test_orders_of_a_departed_actor_are_reissued() -> None:
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
 def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
-    """Random orders and unread groups at the end of the streams are lost; the trainer never reports starvation."""
+    """The newest orders and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
     run.begin()
@@ -410,7 +410,7 @@ def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: in
     assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
 
 
-def test_lost_evaluation_questions_are_issued_again() -> None:
+def test_evaluation_orders_that_were_lost_are_issued_again() -> None:
     run = world()
     run.begin()
     run.publish()
@@ -528,7 +528,7 @@ class CountedOrders(dict[int, SentOrder]):
         return super().values()
 
 
-def test_issuing_a_thousand_orders_sums_the_sizes_in_flight_only_once() -> None:
+def test_issuing_a_thousand_orders_sums_the_group_sizes_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.begin()
     while run.publications:

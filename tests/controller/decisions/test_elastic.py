@@ -156,7 +156,7 @@ def test_engines_are_removed_one_by_one_when_work_decreases() -> None:
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
 def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, engines: int) -> None:
-    """The remaining engines take over the removed engine's work and stay below the threshold `busy`."""
+    """The remaining engines take over the work of the removed engine, and their occupancy stays below `busy`."""
     if verdict(RULE, figures, engines=engines) is not Want.FEWER:
         return
     assert engines > 1
@@ -197,7 +197,7 @@ def test_dry_run_of_scaling_only_records_its_decisions() -> None:
 
 
 def test_engines_are_added_when_groups_arrive_too_late_to_train() -> None:
-    site = Site(RULE, work=1.0)  # just enough engines: the trainer does not wait
+    site = Site(RULE, work=1.0)  # one engine suffices, so the trainer does not wait
     assert set(site.pass_time(60)) == {1}
     assert site.pass_time(16, stale=0.3)[-1] == 2
     site.work = 0.5
@@ -210,9 +210,8 @@ def test_limits_on_the_number_of_engines_can_be_changed_during_a_run() -> None:
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
     assert site.pass_time(60)[-1] == 3
-    site.tell(
-        KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0)
-    )  # regardless of all figures
+    # The limit is lowered to one engine, so two engines are removed regardless of their load.
+    site.tell(KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0))
     assert site.pass_time(60)[-1] == 1
     changes = {"engines_min.bigram": 2, "engines_max.bigram": 2}
     site.tell(KnobsPatched(now=site.now, changes=changes, who="me", time=3.0))
@@ -268,7 +267,8 @@ def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None
 def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
-    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # the launcher reports that its process died too often
+    # The launcher reports that the process of engine-1 died too often.
+    site.tell(EngineRemoved(now=site.now, engine="engine-1"))
     assert site.serving == 1
     assert site.pass_time(20)[-1] == 2
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]

@@ -131,7 +131,8 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
         give_weights(run, ENGINE, NEW)
         run.give(proof(run, failed={NEW: "400: no chat template"}))
         assert made.state.fleet.by_url[NEW].failed_updates == failures
-        for now in (100.0 * failures, 100.0 * failures + 60.0):  # the first answer begins the wait for a retry
+        # The first answered poll begins the wait for a retry, and the second ends it.
+        for now in (100.0 * failures, 100.0 * failures + 60.0):
             run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
@@ -166,7 +167,7 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
 
 
 def test_replaced_engine_drains_once_even_if_its_address_is_reused(run: World) -> None:
-    """A new engine may get the old one's port; the replacement passes canary checks after each evaluation, too."""
+    """A new engine may get the port of the old one, and the replacement passes further canary checks later."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
@@ -206,7 +207,7 @@ def test_drained_engine_is_expelled_and_its_process_stopped_once_it_is_idle(run:
     assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
-def test_draining_a_dead_engine_expels_it_at_once(run: World) -> None:
+def test_draining_a_dead_engine_expels_it_immediately(run: World) -> None:
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
     ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
@@ -233,7 +234,7 @@ def test_requested_engine_never_gets_the_name_of_a_manually_started_engine(run: 
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
 
 
-def test_removing_an_ambiguous_name_expels_both_engines_but_ends_no_process(run: World) -> None:
+def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))

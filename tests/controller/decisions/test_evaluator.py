@@ -68,7 +68,7 @@ def until_evaluation(run: World, version: int) -> World:
 
 
 def unanswering(run: World) -> World:
-    """Let actors lose all questions except those of the first evaluation."""
+    """Let actors lose the orders of every evaluation except the first; return `run`."""
     sample = run.sample
 
     def only_training() -> None:
@@ -111,7 +111,8 @@ def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01 and run.version < 39:  # a later timeout could leave the last weights unpublished
+        # In the last steps, a timeout could leave weights unpublished.
+        if chance.random() < 0.01 and run.version < 39:
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:

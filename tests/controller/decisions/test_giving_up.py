@@ -228,7 +228,7 @@ def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succee
     assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_run_ends_when_one_steps_worth_of_verifications_time_out_in_a_row() -> None:
+def test_run_ends_when_as_many_verifications_as_one_step_needs_time_out_in_a_row() -> None:
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
     assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
@@ -273,7 +273,7 @@ def too_long(index: int) -> ReportReceived:
 
 
 def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run() -> None:
-    """Prompts that are too long fail, as do those issued in their place, before the first answer exists."""
+    """The prompts issued as replacements are also too long, and no group has been sampled yet."""
     run = serving()
     made = run.controller
     for index in range(8 * 8 - 1):
@@ -297,7 +297,7 @@ def test_run_ends_if_all_of_its_prompts_are_too_long() -> None:
 
 
 def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
-    """Report groups without signal since the last with signal, in domains `a` (one third) and `b` (two thirds)."""
+    """Report groups whose rewards are all equal (no signal) of domains `a` and `b`; return the controller's effects."""
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
@@ -336,7 +336,7 @@ def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes() -
         (NoSignalGroups(refused=40), "loosen curation.filter"),
     ],
 )
-def test_run_whose_groups_all_lack_signal_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
+def test_run_whose_groups_all_have_equal_rewards_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
     made = serving()
     stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
     assert stop and stop[0].directive.stop
@@ -344,7 +344,7 @@ def test_run_whose_groups_all_lack_signal_fails_with_advice(each: NoSignalGroups
     assert finish.end is End.FAILED and advice in finish.reason
 
 
-def test_run_continues_while_one_active_domain_gives_signal() -> None:
+def test_run_continues_while_one_active_domain_has_groups_with_differing_rewards() -> None:
     made = serving()
     assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
     made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
@@ -352,7 +352,7 @@ def test_run_continues_while_one_active_domain_gives_signal() -> None:
     assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
 
 
-def test_groups_without_signal_raise_only_an_alarm_if_the_recipe_trains_on_them() -> None:
+def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_them() -> None:
     made = serving()
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
@@ -361,7 +361,7 @@ def test_groups_without_signal_raise_only_an_alarm_if_the_recipe_trains_on_them(
     assert kinds(effects) == ["alarm_cleared"]
 
 
-def test_groups_without_signal_after_the_last_step_do_not_change_how_the_run_ends() -> None:
+def test_groups_with_equal_rewards_after_the_last_step_do_not_change_how_the_run_ends() -> None:
     made = serving()
     made.controller.state.version = made.controller.settings.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
@@ -387,7 +387,7 @@ def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> No
     assert suspended(run) == (None, None), "it ends once"
 
 
-def test_run_without_a_ready_trainer_is_suspended_at_once() -> None:
+def test_run_without_a_ready_trainer_is_suspended_immediately() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
@@ -429,7 +429,7 @@ def test_run_stalled_without_engines_is_reported_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_stall_watchdog_counts_steps_as_progress_but_not_starving_reports() -> None:
+def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()

@@ -33,7 +33,7 @@ def factory() -> PromptOrderFactory:
     )
 
 
-def test_sampling_settings_of_a_domain_override_the_runs_and_the_temperature_knob() -> None:
+def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob() -> None:
     own, other = (
         factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4), issued_at=IssuedAt())
         for i in (0, 1)

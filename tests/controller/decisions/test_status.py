@@ -1,4 +1,4 @@
-"""Tests of what the controller derives from polls of engines: rates, restarts, missed polls."""
+"""Tests of what the controller derives from polling engines: token rates, restarts and missed polls."""
 
 from __future__ import annotations
 

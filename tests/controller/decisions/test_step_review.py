@@ -1,4 +1,4 @@
-"""Tests of a step's event with its figures by domain, and of alarms, which are raised once and cleared once."""
+"""Tests of the event of a training step, with metrics by domain, and of alarms, which are raised and cleared once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_group_that_an_actor_gave_up_counts_as_stale_in_one_step_only(state: Run
     assert step["by_domain"]["a"]["stale"] == 0.0
 
 
-def test_verifier_figures_of_a_step_are_summed_over_actors_since_the_previous_step(state: RunState) -> None:
+def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previous_step(state: RunState) -> None:
     alive(state, "one", judged=10, seconds=1.0)
     alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
@@ -101,7 +101,7 @@ def test_step_event_includes_stage_timings_of_at_most_four_groups_once(state: Ru
     assert step["stages"] == []
 
 
-def test_step_event_has_tool_call_figures_only_for_domains_with_tools(state: RunState) -> None:
+def test_step_event_has_tool_call_metrics_only_for_domains_with_tools(state: RunState) -> None:
     alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1, "tool_errors": 0}.items()
@@ -128,7 +128,7 @@ def test_alarm_thresholds_match_the_documentation() -> None:
     assert (THRESHOLDS.truncated, THRESHOLDS.stale, THRESHOLDS.recent_steps) == (0.2, 0.1, 5)
 
 
-def test_learning_run_raises_no_alarm() -> None:
+def test_run_that_learns_raises_no_alarm() -> None:
     assert raised(steps()) == set()
     assert raised(steps(entropy=0.01, right=0.97)) == set(), "what is learned needs no entropy"
     assert raised([]) == set() and raised(steps(4, entropy=0.0)) == set()
@@ -186,7 +186,7 @@ def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
     assert raised(made, before=(key,) if before else ()) == ({key} if stands else set())
 
 
-def test_alarm_messages_contain_figures_and_a_remedy() -> None:
+def test_alarm_messages_contain_the_measured_values_and_a_remedy() -> None:
     made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
     said = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
     assert (

@@ -215,7 +215,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
             assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_offer_of_an_engine_that_does_not_answer_is_rejected_at_once(
+async def test_offer_of_an_engine_that_does_not_answer_is_rejected_immediately(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     """Without the check, only the next publication would notice, and all other engines would wait for it."""

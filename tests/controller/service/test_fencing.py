@@ -34,7 +34,7 @@ def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer
 
 
 def test_new_epoch_is_above_every_epoch_found_in_the_trainers_directory() -> None:
-    """A new controller on another machine, with a new stream server, knows none of these epochs."""
+    """A new controller on another machine has a new stream server, which has recorded none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
     (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)

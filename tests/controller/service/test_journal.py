@@ -68,7 +68,10 @@ class Killed(Exception):
 
 @dataclass
 class Killer:
-    """Kills the process at point `at`, before or after a side effect, and at every later point until `born`."""
+    """Simulates a kill of the process at its crash point number `at`; crash points lie before and after side effects.
+
+    The process stays dead, so each later point raises `Killed`, too, until `born` starts a new process.
+    """
 
     at: int
     passed: int = 0
@@ -189,7 +192,7 @@ class Outcome:
 
 
 async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]:
-    """Run to the end, killing the controller at most once; return the results and the number of points passed."""
+    """Run to the end, and kill the controller at most once; return the outcome and the number of crash points."""
     killer, inner = Killer(kill_at), MemoryStream()
     stream = MortalStream(inner, killer)
     start = Start.AFRESH
@@ -205,7 +208,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
                 await _serve(service, inner, reports(steps))
                 break
             except* Killed:
-                # A process killed before its journal began has had no effect, so the launcher restarts it.
+                # The launcher restarts the controller, even if it was killed before it wrote a journal.
                 start = Start.FROM_JOURNAL
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
@@ -218,7 +221,7 @@ VARYING = ("controller_returned", "run_started", "engines")
 
 
 async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
-    """Serve until the run ends; offer the engine until it is accepted, then send the reports once."""
+    """Run the service until the run ends; once it has a journal, register the engine and send the reports."""
 
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
@@ -248,7 +251,7 @@ async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_p
     await every_crash_point(tmp_path, steps=steps)
 
 
-async def test_restarted_controller_ends_the_run_if_its_predecessor_had_decided_to(tmp_path: Path) -> None:
+async def test_restarted_controller_ends_the_run_if_that_was_decided_before_the_restart(tmp_path: Path) -> None:
     """Another input was journaled after the decision to end, so a restart repeats only the effects of that input."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -277,7 +280,7 @@ async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     found = await Journal.recover(stream)
     assert found is not None and len(found[1].decisions) == 1 and await journal.whole()
-    journal.number += 1  # like an entry that the server has lost
+    journal.number += 1  # skip a number, as if the stream server had lost an entry
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert not await journal.whole()
     assert await Journal.recover(stream) is None
@@ -288,7 +291,7 @@ async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
 
 
 async def test_journal_restores_the_whole_state_of_the_controller() -> None:
-    """A restarted controller would lose whatever the journal omitted."""
+    """A restarted controller would lack any part of its state that the journal omits."""
     stream, made = MemoryStream(), controller()
     made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
     for report in reports(4)[:-1]:

@@ -52,7 +52,7 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """An `EngineProbe` with metrics set by a test and a log of requests; engines that are switched off hang."""
+    """An `EngineProbe` with metrics that a test sets; it logs requests, and engines that a test switched off hang."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
@@ -276,7 +276,7 @@ async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_
 
 
 async def test_restarted_run_never_reuses_an_epoch_number(tmp_path: Path) -> None:
-    """The checkpoint contains no epoch and the stream two, so the next trainer begins the third."""
+    """The checkpoint has no epoch, but the stream records epochs 1 and 2, so the next trainer gets epoch 3."""
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()

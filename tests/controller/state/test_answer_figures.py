@@ -1,4 +1,4 @@
-"""Tests of evaluation figures by domain and tag, against manual computation and enumeration."""
+"""Tests of evaluation metrics by domain and tag, against values computed manually or by enumeration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def done(
     truncated: int = 0,
     unjudged: tuple[int, ...] = (),
 ) -> EvaluationDone:
-    """Return answers of one letter per sample (`-`: empty); those with letters in `right` are correct."""
+    """Return a result with one letter of `answers` per sample (`-` is empty); letters in `right` are correct."""
     said = ["" if letter == "-" else letter for letter in answers]
     judged = [place for place in range(len(said)) if place not in unjudged]
     is_right = [place in judged and letter in right for place, letter in enumerate(said)]
@@ -55,20 +55,22 @@ def done(
     [
         ("aab", "a", True),
         ("abb", "a", False),
-        ("abba", "a", True),  # a tie: the answer that comes first wins
+        ("abba", "a", True),  # in a tie, the answer that comes first wins
         ("baab", "a", False),
         ("--a", "a", True),  # empty answers do not vote
         ("---", "a", False),
         ("", "a", False),
     ],
 )
-def test_majority_vote_is_correct_if_the_most_frequent_answer_is(answers: str, right: str, expected: bool) -> None:
+def test_majority_vote_is_correct_if_the_most_frequent_answer_is_correct(
+    answers: str, right: str, expected: bool
+) -> None:
     said = ["" if letter == "-" else letter for letter in answers]
     assert majority_right(said, [letter in right for letter in said]) is expected
 
 
-def test_maj_at_k_over_random_orders_equals_its_mean_over_draws() -> None:
-    """The mean over all permutations of the samples equals the mean over all ordered draws of k samples."""
+def test_maj_at_k_averaged_over_sample_orders_equals_its_mean_over_draws_of_k_samples() -> None:
+    """The mean of the metric over all orders of five samples equals the mean over all draws of k = 3 samples."""
     samples, k = "aabbc", 3
     of_orders = [
         figures_of([done("".join(order), "a")], pass_at=(k,), seed=0).majority_at[0].value
@@ -79,7 +81,7 @@ def test_maj_at_k_over_random_orders_equals_its_mean_over_draws() -> None:
     assert 0 < fmean(of_draws) < 1
 
 
-def test_length_and_truncation_figures_cover_all_samples_of_all_problems() -> None:
+def test_length_and_truncation_metrics_cover_all_samples_of_all_problems() -> None:
     answers = [
         done("aaab", "a", lengths=(1, 2, 3, 4), truncated=1),
         done("bbba", "a", lengths=(10, 10, 10, 10), truncated=1),
@@ -93,7 +95,7 @@ def test_length_and_truncation_figures_cover_all_samples_of_all_problems() -> No
     assert figures.length_p95 == 10.0
 
 
-def test_evaluation_figures_exclude_samples_without_a_verdict() -> None:
+def test_evaluation_metrics_exclude_samples_without_a_verdict() -> None:
     (most,) = figures_of([done("xaabxx", "a", unjudged=(0, 4, 5))], pass_at=(3, 4), seed=0).majority_at
     assert (most.k, most.value) == (3, 1.0), "with the others, x would be taken"
     nothing = figures_of([done("aaa", "a", unjudged=(0, 1, 2))], pass_at=(1,), seed=0)
@@ -109,7 +111,7 @@ def test_verifier_that_extracts_no_answers_has_no_maj_at_k() -> None:
     assert silent.majority_at[0].value == 0.5, "in a domain that has answers, none is wrong"
 
 
-def test_each_domain_and_tag_has_its_own_evaluation_figures() -> None:
+def test_each_domain_and_each_tag_has_its_own_evaluation_metrics() -> None:
     answers = [
         done("a", "a", domain="math", tags=("level=1", "short")),
         done("b", "a", domain="math", tags=("level=2", "short")),
@@ -128,7 +130,7 @@ def test_each_domain_and_tag_has_its_own_evaluation_figures() -> None:
     }
 
 
-def test_only_tags_with_the_most_problems_get_evaluation_figures() -> None:
+def test_only_the_tags_with_the_most_problems_get_evaluation_metrics() -> None:
     rare = [done("a", "a", tags=(f"id={number}", "all")) for number in range(3 * MOST_TAGS)]
     assert len(figures_by_tag(rare, pass_at=(), seed=0)) == MOST_TAGS
     assert "all" in figures_by_tag(rare, pass_at=(), seed=0)

@@ -1,4 +1,7 @@
-"""Tests of the cooldown: solved problems are skipped as configured, quotas stay exact, and resumed runs agree."""
+"""Tests of the cooldown of solved problems: they are skipped for a configured time, also in a resumed run.
+
+The quotas of the domains stay exact.
+"""
 
 from __future__ import annotations
 

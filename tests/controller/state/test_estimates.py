@@ -21,7 +21,7 @@ from pipelinerl.rng import generator
         (0, 10, 0.0, 0.277533),
         (10, 10, 0.722467, 1.0),
         (1, 1, 0.206549, 1.0),
-        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
+        (81, 263, 0.2553, 0.3662),  # expected interval from table I of Newcombe 1998
         (0, 0, 0.0, 1.0),
     ],
 )
@@ -40,7 +40,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None
 
 def test_pass_at_k_is_stable_for_huge_binomials() -> None:
     n, c, k = 20_000, 3, 10_000
-    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # none of the three samples is correct
+    # 1 − the probability that none of the three correct samples is drawn
+    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)
     assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-10)
     assert pass_at_k(10**6, 1, 1) == pytest.approx(1e-6, rel=1e-9)
 
@@ -64,7 +65,7 @@ def test_pass_at_k_is_unbiased() -> None:
 
 def test_bootstrap_interval_covers_the_truth_in_about_95_percent_of_draws() -> None:
     draw = generator(1, "coverage")
-    truth, held = 0.6, 0  # accuracies drawn from Beta(3, 2); eight samples of each of 100 problems
+    truth, held = 0.6, 0  # the accuracies of problems are drawn from Beta(3, 2), whose mean is 0.6
     for seed in range(300):
         values = draw.binomial(8, draw.beta(3, 2, size=100)) / 8
         low, high = bootstrap_interval(values.tolist(), seed=seed)

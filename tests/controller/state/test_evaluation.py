@@ -1,4 +1,4 @@
-"""Tests of which evaluation answers are accepted, and of their figures, against manual computation."""
+"""Tests of which evaluation answers are accepted, and of the resulting metrics, against manual computation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_evaluation_ignores_later_answers_to_an_answered_problem() -> None:
     assert result_of(asked).accuracy == 1.0 and not asked.complete
 
 
-def test_evaluation_without_answers_has_no_figures() -> None:
+def test_evaluation_without_answers_has_no_metrics() -> None:
     asked = evaluation(3, pass_at=(1,))
     asked.given_up = "no answer came"
     result = result_of(asked)
@@ -95,7 +95,7 @@ def test_evaluation_without_answers_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
-def test_answer_sampled_by_weights_other_than_the_pinned_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
+def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
     asked = evaluation(2, Pin.ENGINE, attempts=3)
     assert asked.add(0, answer(0, correct=1, **other), now=1.0)
     assert asked.add(0, answer(0, correct=1, **other), now=2.0)
@@ -114,7 +114,7 @@ def test_evaluation_without_a_pin_accepts_answers_of_any_version() -> None:
     assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
 
 
-def test_evaluation_questions_in_flight_stay_within_the_window() -> None:
+def test_number_of_evaluation_orders_in_flight_stays_within_the_window() -> None:
     asked = evaluation(5)
     assert asked.to_ask(2) == [0, 1]
     assert asked.to_ask(2) == []
@@ -130,7 +130,7 @@ def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
     asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     asked.add(0, answer(0, correct=1, judged=4), now=1.0)
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
-    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged
+    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples of problem 2 could not be judged
     asked.add(3, None, now=1.0)
     result = result_of(asked, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
@@ -150,7 +150,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
     return Evaluation(model_version=5, number=1, epoch=1, pin=Pin.ENGINE, plan=EvaluationPlan(sets=sets, **plan))
 
 
-def test_evaluation_sets_evaluated_together_have_their_own_figures() -> None:
+def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> None:
     asked = of_two_sets(attempts=2)
     assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
     asked.add(0, answer(0, correct=1), now=1.0)
@@ -181,7 +181,7 @@ def test_evaluation_set_with_all_answers_is_complete_even_if_another_is_not() ->
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
 
 
-def test_each_evaluation_question_belongs_to_one_problem_of_one_set() -> None:
+def test_each_evaluation_order_belongs_to_one_problem_of_one_set() -> None:
     plan = of_two_sets().plan
     assert [(asked.name, place) for asked, place in map(plan.question, range(4))] == [
         ("easy", 0),
@@ -218,9 +218,8 @@ def test_sample_names_the_evaluation_set_of_its_problem(tmp_path: Path) -> None:
     samples = SampleLog(tmp_path / "samples", "evaluation", max_bytes=2**20)
     for index in range(3):
         samples.put(samples_of(shown(2, index), current=current, time=0.0))
-    samples.put(
-        samples_of(shown(1, 7), current=current, time=0.0)
-    )  # an answer to an abandoned evaluation, which had more problems
+    # This answer belongs to an abandoned evaluation, which had more problems.
+    samples.put(samples_of(shown(1, 7), current=current, time=0.0))
     samples.put(samples_of(shown(2, 9), current=None, time=0.0))
     samples.close()
     kept = {group.problem_id: (group.evaluation, group.step) for group in read_samples(tmp_path)}

@@ -64,7 +64,7 @@ EVENTS: dict[str, Callable[[Fleet], object]] = {
 }
 _J, _H, _S, _R, _D, _X, _E = EngineLifecycle
 TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
-    #                 joining healthy suspect draining dirty dead expelled
+    # expected state after each event if the engine was: joining, healthy, suspect, draining, dirty, dead, expelled
     "join": (_J, _J, _J, _E, _J, _J, _J),
     "published": (_J, _H, _S, _R, _D, _X, _E),
     "proved": (_J, _H, _S, _R, _D, _X, _E),
@@ -239,14 +239,14 @@ def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_i
     assert fleet.by_url[B].last_error == "0.5 nats off"
 
 
-def test_engine_that_fails_its_canary_is_retried_at_once_if_no_other_engine_serves(fleet: Fleet) -> None:
+def test_engine_that_fails_its_canary_is_retried_immediately_if_no_other_engine_serves(fleet: Fleet) -> None:
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
     fleet.on_timeout(A, "gone")
     assert fleet.answered(B, version=3) and fleet.without_weights() == [B]
 
 
-def test_engine_that_failed_its_canary_is_retried_at_once_by_a_new_trainer(fleet: Fleet) -> None:
+def test_engine_that_failed_its_canary_is_retried_immediately_by_a_new_trainer(fleet: Fleet) -> None:
     """A new trainer's weights differ, even if their version number is the same."""
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     fleet.begin_epoch()

@@ -40,7 +40,7 @@ def test_order_ledger_balances_after_any_history(history: list[tuple[str, int]])
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_unsettled_orders_are_those_failed_or_stale_that_the_trainer_has_not_counted(
+def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_not_counted(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -107,14 +107,14 @@ def test_ledger_reissues_only_lost_orders_that_were_in_flight() -> None:
     assert balanced(account)
 
 
-def test_filtered_share_is_estimated_as_zero_at_first() -> None:
+def test_share_of_filtered_groups_is_estimated_as_zero_at_first() -> None:
     share = FilteredShare()
     assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
     share.note_step(trained=1, filtered=1)
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_filtered_share_estimate_converges_and_follows_changes() -> None:
+def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes() -> None:
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
@@ -133,10 +133,13 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Return the ticks that the steps take, and the number of stale groups; an order takes three ticks, a step one."""
+    """Simulate `steps` steps; return the clock ticks that they take, and the number of stale groups.
+
+    Sampling a group takes three ticks, and a step takes one. `most` limits the extra orders.
+    """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
-    out: list[tuple[int, int]] = []  # (ends at, version)
+    out: list[tuple[int, int]] = []  # for each order in flight: the tick at which it ends, and its version
     ready: list[int] = []
     while version < steps:
         tick += 1

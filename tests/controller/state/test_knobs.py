@@ -1,4 +1,4 @@
-"""Tests of knobs: valid patches, and the JSON form. For error messages see `test_controller.py`."""
+"""Tests of knobs (settings that can be changed during a run): valid patches, and the JSON form."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_knob_values_may_be_given_as_text() -> None:
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_knobs_in_json_form_are_a_valid_patch_that_changes_nothing() -> None:
+def test_patch_with_the_current_knobs_in_json_form_is_valid_and_changes_nothing() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
 
 
-def test_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
+def test_staleness_bound_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})
@@ -55,7 +55,7 @@ def test_invalid_domain_weights_are_rejected(change: dict[str, Any], sentence: s
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
 
-def test_knob_patch_that_breaks_j_at_most_k_is_rejected_as_a_whole() -> None:
+def test_knob_patch_that_makes_staleness_bound_j_exceed_k_is_rejected_as_a_whole() -> None:
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
         knobs(j=1, k=4).patched({"j": 6})
@@ -124,14 +124,14 @@ def test_knobs_other_than_k_must_be_finite() -> None:
         ({"a": 4096, "b": 1}, 4096, 2),
     ],
 )
-def test_groups_per_step_is_rollouts_per_step_over_the_mean_group_size(
+def test_groups_per_step_is_rollouts_per_step_divided_by_the_mean_group_size(
     sizes: dict[str, int], rollouts: int, groups: int
 ) -> None:
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
 
 
-def test_rollouts_per_step_must_hold_the_largest_of_mixed_group_sizes() -> None:
+def test_rollouts_per_step_must_be_at_least_the_largest_of_mixed_group_sizes() -> None:
     mixed = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes={"a": 16, "b": 6}, rollouts_per_step=17)
     assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
     with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):

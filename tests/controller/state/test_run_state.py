@@ -23,7 +23,7 @@ def gone_on(made: Controller, **recipe: Any) -> Controller:
     return resumed
 
 
-def test_resumed_run_follows_the_edited_recipe_except_for_knobs_changed_live() -> None:
+def test_resumed_run_follows_the_edited_recipe_except_for_knobs_that_were_changed_during_the_run() -> None:
     made = controller(learning_rate=0.1, k=4)
     made.patch({"k": 9}, who="ada", time=3.0)
     resumed = gone_on(made, learning_rate=0.01, k=5)
@@ -34,7 +34,7 @@ def test_resumed_run_follows_the_edited_recipe_except_for_knobs_changed_live() -
     assert (again.state.knobs.learning_rate, again.state.knobs.k) == (0.002, 9), "an edit is no live change"
 
 
-def test_resumed_run_keeps_the_last_live_change_of_each_knob() -> None:
+def test_resumed_run_keeps_the_last_change_of_each_knob_made_during_the_run() -> None:
     made = controller()
     for j, k in ((2, 4), (5, 9)):
         made.patch({"j": j, "k": k}, who="ada", time=3.0)
@@ -50,7 +50,7 @@ def test_reissued_orders_keep_their_domain_weights_and_new_orders_follow_the_rec
     assert resumed.state.domain_weights_of(7) == {"a": 3.0, "c": 1.0}
 
 
-def test_orders_keep_the_quota_with_which_they_were_first_issued() -> None:
+def test_reissued_orders_keep_the_domain_quota_with_which_they_were_first_issued() -> None:
     made = controller(rollouts_per_step=4)
     made.state.follow_groups_per_step()
     made.state.account.cursor = 5
@@ -66,14 +66,14 @@ def test_orders_keep_the_quota_with_which_they_were_first_issued() -> None:
     assert [resumed.quota_of(index) for index in (0, 4, 5, 90)] == [Quota(0, 2)] * 2 + [Quota(5, 4)] * 2
 
 
-def test_live_domain_weight_is_dropped_when_the_recipe_drops_the_domain() -> None:
+def test_domain_weight_set_during_the_run_is_dropped_when_the_recipe_drops_the_domain() -> None:
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.patch({"domain_weights": {"a": 5, "b": 7}}, who="ada", time=3.0)
     assert gone_on(made, domain_weights={"a": 3.0, "c": 1.0}).state.knobs.domain_weights == {"a": 5.0, "c": 1.0}
     assert gone_on(made, domain_weights={"c": 1.0}).state.knobs.domain_weights == {"c": 1.0}
 
 
-def test_recipe_that_contradicts_live_changes_is_rejected() -> None:
+def test_recipe_that_contradicts_knob_changes_made_during_the_run_is_rejected() -> None:
     made = controller()
     made.patch({"k": 6}, who="ada", time=3.0)
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 8, got 6"):

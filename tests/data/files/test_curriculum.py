@@ -1,4 +1,7 @@
-"""Curriculum: a band that moves from easy to hard, each problem once, a pure function of seed and data."""
+"""The curriculum presents each problem once, from easy to hard, shuffled within a moving band of difficulty.
+
+Its order depends only on the seed and the data.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def rates(source: RowSource, first: int, count: int) -> list[float]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("order", "sign"), [("easy_first", -1), ("hard_first", 1)])
-def test_curriculum_band_of_width_zero_gives_order_by_difficulty_then_shuffled_epochs(
+def test_curriculum_with_band_width_zero_sorts_the_first_epoch_by_difficulty_and_shuffles_later_epochs(
     tmp_path: Path, order: str, sign: int, suffix: str
 ) -> None:
     source = opened(written(tmp_path, suffix), order=order, order_band=0)
@@ -67,7 +70,7 @@ def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> N
         assert set(counts.values()) <= {over // 1000, over // 1000 + 1} and sum(counts.values()) == over
 
 
-def test_curriculum_depends_on_seed_and_order_of_ties_ignores_file_order(tmp_path: Path) -> None:
+def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_problems(tmp_path: Path) -> None:
     path = written(tmp_path)
     first, again, other = (opened(path, seed=seed, order="easy_first") for seed in (1, 1, 2))
     asked = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]

@@ -175,7 +175,7 @@ def plain_folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("made", "parameters"), [(hub_folder, {"config": "main"}), (dataset_dict, {}), (plain_folder, {})]
 )
-def test_existing_splits_are_used_and_missing_splits_are_taken_from_training_rows_by_hash(
+def test_existing_data_splits_are_used_and_missing_splits_are_taken_from_training_rows_by_hash(
     made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
 ) -> None:
     found = by_split(made(tmp_path / "set"), **parameters)
@@ -184,7 +184,7 @@ def test_existing_splits_are_used_and_missing_splits_are_taken_from_training_row
     assert 0 < len(found[Split.VALIDATION]) < 12
 
 
-def test_split_names_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path: Path) -> None:
+def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     for name, rows in (("train_sft", ROWS[:30]), ("test_sft", ROWS[30:40]), ("train_prefs", ROWS[40:])):
         saved_to_disk(folder / name, rows)
@@ -246,7 +246,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", parquet), ("a.jsonl", jsonl)])
-def test_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
+def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(
     name: str, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     problem = only(
@@ -273,7 +273,7 @@ def test_prompt_field_may_contain_messages(tmp_path: Path) -> None:
     assert problem.ground_truth == '["a",1]'
 
 
-def test_null_fields_that_arrow_adds_to_structs_are_removed(tmp_path: Path) -> None:
+def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answer": "1", "metadata": {"tests": [{"stdin": "x"}, {"argv": ["y"]}]}},
         {"prompt": "b", "answer": "2", "metadata": {"level": 2}},
@@ -395,7 +395,7 @@ def test_invalid_parameter_error_names_the_parameter(
         open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
 
-def test_fast_path_of_the_row_digest_agrees_with_field_map_text() -> None:
+def test_fast_path_for_row_digests_gives_the_digest_of_the_mapped_text() -> None:
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt

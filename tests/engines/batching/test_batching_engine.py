@@ -45,7 +45,7 @@ def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> Cha
 
 
 async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
-    """Submit a request; on return it is queued, and the next step admits it."""
+    """Submit a request, and return once it is queued, so that the next step admits it."""
     task = asyncio.create_task(engine.complete(request))
     await asyncio.sleep(0)
     return task
@@ -54,7 +54,7 @@ async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> 
 async def _started(
     engine: BatchingEngine, gate: GatedRunner, request: ChatCompletionRequest
 ) -> asyncio.Task[ChatCompletion]:
-    """Submit the first request of an idle engine; on return its first step waits at the gate."""
+    """Submit the first request of an idle engine, and return once its first decode step waits at the gate."""
     task = await _submitted(engine, request)
     await _until(lambda: gate.waiting)
     return task
@@ -67,7 +67,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
-    """Allow `count` steps; return when the next step waits or no work is left."""
+    """Allow `count` decode steps; return once the next step waits at the gate, or no work is left."""
     await asyncio.to_thread(gate.allow, count)
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
@@ -173,7 +173,7 @@ async def test_ignore_eos_samples_past_end_tokens_and_allows_them_in_prefixes(
     await built.close()
 
 
-async def test_stop_string_is_cut_from_the_text_but_its_tokens_are_returned(
+async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -215,7 +215,7 @@ async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count
 # --- batching ----------------------------------------------------------------------------------------------------
 
 
-async def test_seeded_samples_are_the_same_alone_and_in_a_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     alone = await engine.complete(_ask(7, n=3, max_tokens=9))
     crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
@@ -233,12 +233,13 @@ async def test_samples_of_a_request_that_start_together_share_one_prefill(
     assert gate.log == ["prefill 2 tokens to rows [0, 1, 2, 3]"]
     gate.open()
     answer = await task
-    # Four rows, six samples of equal length: when the last two join, no sibling is running.
+    # Six samples of equal length share four rows. When the last two start, no sample of the request is running from
+    # which they could copy the prompt cache, so they prefill again.
     assert gate.log[1:] == ["prefill 2 tokens to rows [0, 1]"]
     assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
 
 
-async def test_late_sample_copies_the_prompt_cache_of_a_running_sample_of_its_request(
+async def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     short = await _started(engine, gate, _ask(7, 8, max_tokens=2))
@@ -259,8 +260,8 @@ async def test_sequences_join_and_leave_the_batch_at_any_step(engine: BatchingEn
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
     tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
     await _steps(engine, gate, 9)
-    # After the first step, alone, the rows are: 1, 2, 3, 4 | 5, 2, 3, 4 | 5, 6, 3, 4 | 5, 6, 7, 4 | 5, 6, 7 | 5, 6, 7 |
-    # 6, 7 | 6, 7.
+    # The first step has sequence 0 alone. In the next steps, the four rows hold these sequences:
+    # 1, 2, 3, 4 | 5, 2, 3, 4 | 5, 6, 3, 4 | 5, 6, 7, 4 | 5, 6, 7 | 5, 6, 7 | 6, 7 | 6, 7.
     assert gate.batch_sizes == [1, 4, 4, 4, 4, 3, 3, 2, 2]
     gate.open()
     answers = await asyncio.gather(*tasks)
@@ -268,7 +269,7 @@ async def test_sequences_join_and_leave_the_batch_at_any_step(engine: BatchingEn
     metrics = engine.metrics()
     assert metrics.occupied_slot_steps_total == metrics.generated_tokens_total == sum(lengths)
     assert (metrics.finished_sequences_total, metrics.running_sequences) == (8, 0)
-    assert metrics.busy_s_total > 0  # without the last step, which may still be in delivery
+    assert metrics.busy_s_total > 0  # the time of the last step may not be counted yet
 
 
 async def test_cancelled_request_frees_its_rows_and_queue_slots(engine: BatchingEngine, gate: GatedRunner) -> None:
@@ -330,7 +331,7 @@ async def test_stream_yields_each_token_and_closing_the_stream_frees_its_row(
         await pending
         assert (await anext(stream)).choices[0].token_ids
         assert gate.steps == 1
-    await _steps(engine, gate, 1)  # the step that already waited at the gate
+    await _steps(engine, gate, 1)  # run the step that already waited at the gate
     await _until(lambda: engine.metrics().running_sequences == 0)
 
 
@@ -346,14 +347,14 @@ async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1)
 async def test_version_spans_name_the_weights_that_sampled_each_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """Each log-prob of the bigram model identifies its table, so a span that is off by one token is detected."""
+    """Each log-prob shows which weights sampled the token, so a version span that is off by one token is detected."""
     tables = {0: _table(gate)}
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
     await _steps(engine, gate, 3)
     for version in (1, 5):
         tables[version] = _stage(engine, seed=version)
         commit = await _commit(engine, OnUpdate.CONTINUE, version)
-        await _steps(engine, gate, 2)  # the first step already waited when the commit came
+        await _steps(engine, gate, 2)  # one step with the old weights already waited when the commit came
         assert await commit >= 0.0
     gate.open()
     answer = await task
@@ -373,7 +374,7 @@ async def test_update_mode_continue_keeps_the_kv_cache_and_recompute_kv_rebuilds
         commit = await _commit(engine, on_update, version)
         await _steps(engine, gate, 1)
         await commit
-    # Three prompt tokens and three sampled ones, of which the last is fed next.
+    # The last prefills cover three prompt tokens and two of three sampled ones; the newest is the next step's input.
     assert gate.log == [
         "prefill 2 tokens to rows [0, 1]",
         "swap",
@@ -405,10 +406,10 @@ async def test_recompute_kv_prefills_identical_contexts_once(engine: BatchingEng
         (OnUpdate.RECOMPUTE_KV, ["copy 2 tokens from row 0 to rows [3]", "copy 2 tokens from row 0 to rows [3]"]),
     ],
 )
-async def test_late_sample_does_not_reuse_the_prompt_cache_of_older_weights(
+async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cache_of_older_weights(
     engine: BatchingEngine, gate: GatedRunner, on_update: OnUpdate, joins: list[str]
 ) -> None:
-    """The sample's span names the new weights, so the prompt is recomputed once and that cache is shared."""
+    """A sample that starts after an update reports the new weights only, so its prompt must be prefilled with them."""
     shorts = [await _started(engine, gate, _ask(7, 8, max_tokens=3))]
     shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=9))
@@ -418,7 +419,7 @@ async def test_late_sample_does_not_reuse_the_prompt_cache_of_older_weights(
     await _steps(engine, gate, 1)
     await commit
     known = len(gate.log)
-    await _steps(engine, gate, 2)  # each step ends a short sample; a waiting sample gets its row
+    await _steps(engine, gate, 2)  # each step ends one short sample, and a waiting sample gets the free row
     assert gate.log[known:] == joins
     gate.open()
     choices = (await long).choices
@@ -429,7 +430,7 @@ async def test_late_sample_does_not_reuse_the_prompt_cache_of_older_weights(
 async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """Zero turns top-k off, so nothing is sorted."""
+    """A top-k of zero is off, which spares the runner a sort."""
     placed: list[RowState] = []
     place = gate.place
     gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
@@ -492,7 +493,7 @@ async def test_update_mode_drain_waits_until_running_samples_finish(engine: Batc
     assert gate.batch_sizes == [3] * 6 + [1] * 2
 
 
-async def test_idle_engine_commits_new_weights_at_once(engine: BatchingEngine) -> None:
+async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngine) -> None:
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
@@ -512,7 +513,8 @@ async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_sto
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else the engine would finish the answers
+    # Wait before the gate opens, or the engine would finish the answers.
+    await _until(lambda: engine.health().state is EngineState.STOPPED)
     gate.open()
     await closing
     for task in (running, waiting, commit):
@@ -526,7 +528,7 @@ async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_sto
 async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(
     engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The actor then retries on another engine; any other error would lose the request's group."""
+    """After `EngineStopped` the actor retries on another engine; any other error would fail the whole group."""
     request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -561,11 +563,11 @@ def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
 async def test_request_with_nonfinite_logits_fails_without_affecting_others(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """One of the request's three running rows fails while its fourth sample waits, as do other requests."""
+    """One of three running samples of the request fails, while its fourth sample still waits for a row."""
     one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, request) for request in (one,)]
     tasks += [await _submitted(engine, request) for request in (doomed, other)]
-    _spoil(gate, step=3, row=2)  # the first request is alone in the first step
+    _spoil(gate, step=3, row=2)  # row 2 belongs to the second request, which starts at step 2
     await _steps(engine, gate, 3)
     with pytest.raises(NotFinite, match="NaN or infinity for token 1 of choice 1 after a prompt of 1 token"):
         await asyncio.wait_for(tasks[1], DEADLINE_S)

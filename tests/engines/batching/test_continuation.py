@@ -29,7 +29,7 @@ def ask(n: int, *, max_tokens: int = 20, **others: Any) -> ChatCompletionRequest
 
 
 def cut(choices: list[Choice], ends: dict[int, int]) -> list[AnswerPrefix]:
-    """Return the first tokens of some choices as prefixes."""
+    """Return answer prefixes: for each choice index in `ends`, its tokens before that end."""
     return [AnswerPrefix(index=i, token_ids=(choices[i].token_ids or [])[:end]) for i, end in ends.items()]
 
 
@@ -41,7 +41,7 @@ def rare(n: int, interval_s: float, **others: Any) -> ChatCompletionRequest:
 async def test_answer_continued_from_prefixes_equals_the_uninterrupted_answer(
     engine: BatchingEngine, gate: GatedRunner, ends: dict[int, int]
 ) -> None:
-    """Covers requests with more samples than the engine's four rows."""
+    """One case has five samples, more than the four rows of the engine."""
     gate.open()
     whole = (await engine.complete(ask(5))).choices
     answer = await engine.complete(ask(len(ends), prefixes=cut(whole, ends)))
@@ -100,7 +100,9 @@ async def test_prefixes_that_could_not_have_been_sampled_are_rejected(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_interval_stream_holds_back_only_the_newest_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_stream_with_an_interval_holds_back_only_the_newest_token(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
         coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
         await asyncio.to_thread(gate.allow, 4)
@@ -131,7 +133,8 @@ async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
     async with asyncio.timeout(DEADLINE_S):
-        while engine.health().state is not EngineState.STOPPED:  # else the engine would finish the answer
+        # Wait before the gate opens, or the engine would finish the answer.
+        while engine.health().state is not EngineState.STOPPED:
             await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):

@@ -1,4 +1,4 @@
-"""Logit bias and penalties follow their rows and count the tokens that each row has sampled."""
+"""Logit bias and penalties stay with their samples when rows move; penalties count the tokens of each sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_frequency_and_presence_penalties_count_each_sampled_token() -> None:
     assert added(changes, 2) == {(0, 7): -2.0, (0, 2): -1.5, (1, 3): 2.0}
 
 
-def test_logit_changes_move_with_their_rows() -> None:
+def test_logit_bias_and_penalties_move_with_their_rows() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(1, PENALTY, [])
@@ -42,7 +42,7 @@ def test_request_without_bias_clears_the_logit_changes_of_a_reused_row() -> None
     assert not changes and not added(changes, 1)
 
 
-def test_logit_changes_of_rows_beyond_the_batch_are_left_out() -> None:
+def test_logit_bias_and_penalties_of_rows_beyond_the_batch_are_left_out() -> None:
     changes = LogitChanges()
     changes.place(2, BIAS, [])
     assert changes and not added(changes, 2)

@@ -46,7 +46,7 @@ def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arriva
 
 
 def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest() -> None:
-    """Requests may also overtake the remaining samples of a started request; running samples are not preempted."""
+    """Urgent requests also start before the waiting samples of a started request, but preempt no running sample."""
     scheduler = _scheduler(slots=2)
     for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
         scheduler.submit(request)
@@ -60,7 +60,7 @@ def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_olde
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_late_sample_names_a_running_sample_of_its_request_to_copy_the_prompt_from() -> None:
+def test_late_sample_names_a_running_sample_of_its_request_as_source_of_the_prompt_cache() -> None:
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)
@@ -71,7 +71,7 @@ def test_late_sample_names_a_running_sample_of_its_request_to_copy_the_prompt_fr
     assert late.sequences == [request.sequences[2]]
 
 
-def test_late_sample_has_no_sample_to_copy_from_if_the_others_have_ended() -> None:
+def test_late_sample_names_no_source_of_the_prompt_cache_if_the_other_samples_have_ended() -> None:
     scheduler = _scheduler(slots=2)
     scheduler.submit(_request("a", samples=3))
     scheduler.admit()
@@ -112,7 +112,7 @@ def test_request_with_more_samples_than_rows_plus_queue_is_invalid(running: int)
     assert raised.value.param == "n" and scheduler.num_waiting == 0
 
 
-def test_prompts_beyond_the_prefill_budget_wait_but_one_long_prompt_is_admitted() -> None:
+def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_admitted() -> None:
     scheduler = _scheduler(prefill_tokens=10)
     for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
         scheduler.submit(_request(name, prompt=prompt))
@@ -182,7 +182,7 @@ def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
     assert not scheduler.any_preempted and scheduler.num_waiting == 0
 
 
-def test_while_a_commit_drains_only_preempted_sequences_are_admitted() -> None:
+def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_weight_update() -> None:
     scheduler = _scheduler(slots=4)
     scheduler.submit(_request("a"))
     scheduler.admit(_room(9))

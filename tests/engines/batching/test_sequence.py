@@ -15,7 +15,7 @@ def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
 
 
 def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
-    """Push tokens until a stop string; return whether there was one, and all text taken."""
+    """Push the tokens of `text` up to a stop string; return whether one was found, and the text before it."""
     taken = ""
     for token_id in tokenizer.encode(text):
         stopped = window.push(token_id)
@@ -50,7 +50,7 @@ def test_text_window_finds_the_same_stop_string_as_a_plain_search(tokenizer: Cha
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
-        # A stop string counts when its last letter arrives: the earliest end wins, then the earliest beginning.
+        # Of several stop strings, the one that ends first wins; of those, the one that begins first.
         ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         shown = text[: min(ends)[1]] if ends else text
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text

@@ -80,9 +80,9 @@ def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_
         (0.66, {"top_k": 2}, 0, 2 / 3),
         (0.99, {"top_p": 0.6}, 1, 1 / 3),
         (0.99, {"top_p": 0.4}, 0, 1.0),
-        # top-k leaves 4/7, 2/7, 1/7, of which the first two reach 0.8.
+        # top-k leaves the probabilities 4/7, 2/7, 1/7; top-p keeps the first two, which reach 0.8.
         (0.99, {"top_k": 3, "top_p": 0.8}, 1, 1 / 3),
-        # Temperature 1/2 squares the weights: 16, 4, 1, 1.
+        # Temperature 1/2 squares the relative probabilities 4, 2, 1, 1 to 16, 4, 1, 1.
         (0.9, {"temperature": 0.5}, 1, 4 / 22),
         # Greedy sampling reports temperature 1, independent of the other parameters.
         (0.99, {"temperature": 0.0, "top_k": 1}, 0, 1 / 2),

@@ -35,7 +35,8 @@ class ScriptedCore:
         self.begun: list[Sequence] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
-        self.last_act: Callable[[], object] = lambda: None  # called before the core dies, in the same loop iteration
+        # called just before the core dies, in the same iteration of the event loop
+        self.last_act: Callable[[], object] = lambda: None
         self.may_pause = threading.Event()
         self.may_pause.set()
         self.may_close = threading.Event()
@@ -99,7 +100,7 @@ class Letters:
 
 @final
 class World:
-    """An engine over the core, with helpers that act on both."""
+    """An engine over the scripted core, with helpers that submit requests and make the core act."""
 
     def __init__(self, core: ScriptedCore) -> None:
         self.core = core
@@ -121,7 +122,7 @@ class World:
         return self.loop
 
     async def submitted(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
-        """Submit a request; return when the core has begun its samples."""
+        """Submit a request, and return once the core has begun the samples of the request."""
         task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
         while len(self.core.begun) < n:
             await asyncio.sleep(0.002)
@@ -154,7 +155,7 @@ async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succ
 
 
 async def test_epoch_of_a_request_is_that_of_its_first_sampled_token() -> None:
-    """Samples start one by one; the sample that got the first token may start last, in a later epoch."""
+    """Samples begin one by one; the second one has its first token in epoch 1, the first one only in epoch 2."""
     async with world() as made:
         pending = await made.submitted(2)
         first, second = (sample_id(sequence) for sequence in made.core.begun)
@@ -177,8 +178,9 @@ async def test_busy_time_grows_only_while_the_core_has_samples() -> None:
             assert made.engine.metrics().busy_s_total == busy_s
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
-async def test_requests_fail_at_once_when_the_core_dies_even_if_closing_it_takes_long() -> None:
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_core_takes_long() -> None:
     async with world() as made:
         made.core.may_close.clear()
         pending = await made.submitted()
@@ -191,7 +193,8 @@ async def test_requests_fail_at_once_when_the_core_dies_even_if_closing_it_takes
         made.core.may_close.set()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core() -> None:
     """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
@@ -208,7 +211,8 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
         assert made.core.is_closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+# The thread of the loop ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> None:
     async with world() as made:
         queued: list[Future[float]] = []
@@ -222,7 +226,7 @@ async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> 
 
 
 async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds() -> None:
-    """The weights that would continue the running samples are unknown, so they end."""
+    """It is unknown which weights would continue the running samples, so these samples end with an error."""
     async with world() as made:
         pending = await made.submitted()
         made.core.may_pause.clear()
@@ -242,7 +246,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
 
 
 async def test_core_loop_can_be_stopped_while_its_thread_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop closes before the thread ends; the test holds the thread between the two."""
+    """The event loop of the thread closes before the thread ends; the test delays the thread in between."""
     ending, may_end = threading.Event(), threading.Event()
 
     def hold(_: threading.ExceptHookArgs) -> None:

@@ -42,7 +42,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 @final
 class Followed:
-    """A `ChatClient` over HTTP that counts the chunks with tokens of each request, by its seed."""
+    """A `ChatClient` over HTTP that counts, for each request (by seed), the chunks with tokens that were read."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -58,15 +58,16 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # the reader has taken it
+                # A chunk is counted once the reader asks for the next one.
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)
 
 
 @final
 class Scripted:
-    """A `ChatClient` whose token t of sample i is 10·i + t; each engine streams some tokens and ends as scripted."""
+    """A `ChatClient` whose engines stream some tokens and then end as scripted; token t of sample i is 10·i + t."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens sent per sample, exception raised after them or None)."""
+        """Script each engine as (epoch, version, tokens sent per sample, exception raised after them or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []
@@ -200,7 +201,7 @@ async def test_answer_starts_over_on_an_engine_that_rejects_the_continuation() -
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
-    """Remove the first engine as soon as it has failed, so that only the second can reject."""
+    """Complete a request; once engine `a` has received it, let `a` drain, so that only engine `b` can reject it."""
     running = asyncio.create_task(pool.complete(ask()))
     while not client.asked:
         await asyncio.sleep(0)
@@ -216,7 +217,7 @@ async def test_answer_that_hits_nonfinite_logits_is_tried_once_per_engine() -> N
     assert client.asked == [("a", None), ("b", None)]
 
 
-async def test_pool_without_a_streaming_interval_sends_plain_requests() -> None:
+async def test_engine_pool_without_a_streaming_interval_sends_unstreamed_requests() -> None:
     client = Scripted(a=(1, 7, 0, None))
     await EnginePool(client, ["a"], interval_s=0.0).complete(ask())
     assert client.asked == [("a", None)]
@@ -224,14 +225,14 @@ async def test_pool_without_a_streaming_interval_sends_plain_requests() -> None:
 
 # --- real engines -------------------------------------------------------------------------------------------------
 
-#: Seconds per step of the failing engine, whose answers would thus take half a minute.
+#: Seconds per decode step of the failing engine. An answer would take half a minute, so it is cut off midway.
 SLOW_S = "0.2"
 
 
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
-    """Return answers that began at `dies` and were cut off by `ends`, and those of an undisturbed engine."""
+    """Return answers that began on engine `dies` and were cut off by `ends`, and the same answers of engine `stays`."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
     async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]
@@ -245,7 +246,7 @@ async def _kept_when(
         return await asyncio.gather(*running), expected
 
 
-async def test_answers_of_a_killed_engine_are_completed_with_the_same_tokens_elsewhere() -> None:
+async def test_answers_of_a_killed_engine_are_completed_by_another_engine_with_the_same_tokens() -> None:
     with (
         in_thread(application()) as stays,
         as_process("tests.fakes.scripted_engine", "none", SLOW_S) as (dies, process),

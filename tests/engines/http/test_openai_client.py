@@ -70,7 +70,7 @@ async def test_response_that_is_no_chat_completion_is_rejected(answer: Any) -> N
                 await server.sample(ASKED, SAMPLING, seed=0)
 
 
-async def test_server_that_cannot_list_its_models_is_an_address_error() -> None:
+async def test_server_that_cannot_list_its_models_raises_an_address_error() -> None:
     with pytest.raises(AddressError, match=r"GET http://127.0.0.1:9/v1/models failed: .*; is the server running\?"):
         await models_at("http://127.0.0.1:9", token=None)
     fake = OpenAIFake(says("2"))

@@ -26,7 +26,7 @@ ASKED = ChatCompletionRequest(
 
 
 def part(index: int, ids: list[int], version: int, *, end: str | None = None, text: str | None = None) -> ChunkChoice:
-    """Return a part with tokens of one version; the log-prob of a token is minus its id."""
+    """Return the chunk of one sample, whose tokens have one version; the log-prob of a token is minus its id."""
     reason = None if end is None else FinishReason(end)
     spans = [(version, len(ids))] if ids else []
     return ChunkChoice(
@@ -48,7 +48,7 @@ def answer(*chunks: ChatCompletionChunk) -> PartialAnswer:
     return made
 
 
-def test_request_without_received_tokens_is_sent_whole() -> None:
+def test_request_of_which_no_token_was_received_is_sent_unchanged_to_the_next_engine() -> None:
     expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
     assert answer().rest() == expected
 
@@ -109,7 +109,7 @@ def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_tokens_kept_at_a_handover_count_once_and_as_resampled_if_dropped() -> None:
+def test_tokens_kept_at_a_handover_are_counted_once_and_count_as_resampled_if_dropped_later() -> None:
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()
@@ -123,7 +123,7 @@ def test_tokens_kept_at_a_handover_count_once_and_as_resampled_if_dropped() -> N
 
 
 def test_chunk_of_another_epoch_does_not_continue_a_partial_answer() -> None:
-    """Weights of different epochs may have diverged."""
+    """Weights of different trainer epochs may have diverged, even if their version numbers are equal."""
     begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
     assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")
     assert begun.num_tokens == 1, "nothing of it was taken"
@@ -153,12 +153,12 @@ def test_stream_without_prompt_token_ids_is_rejected() -> None:
 
 
 def routed(index: int, ids: list[int], *, layers: int = 2, end: str | None = None) -> ChunkChoice:
-    """Return a part in which each token used the expert of its own id, in each layer."""
+    """Return the chunk of one sample in which, in every layer, the expert number of a token is its id."""
     experts = RoutedExperts.of("uint8", (len(ids), layers, 1), bytes(i for i in ids for _ in range(layers)))
     return part(index, ids, 7, end=end).model_copy(update={"routed_experts": experts})
 
 
-def test_routed_experts_of_chunks_are_joined_and_those_of_the_prompt_kept_from_the_first() -> None:
+def test_routed_experts_of_chunks_are_joined_and_prompt_experts_are_taken_from_the_first_chunk() -> None:
     request = ASKED.model_copy(update={"n": 1, "stop": None, "return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     prompt = [RoutedExperts.of("uint8", (1, 2, 1), bytes([number, number])) for number in (3, 4)]

@@ -38,7 +38,7 @@ URLS = ("a", "b", "c", "d")
 
 
 def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | None:
-    """Return the least busy engine by a scan of all engines."""
+    """Return the least busy engine by a plain scan of all engines: the reference for the real choice."""
     return min(serving - avoided, key=lambda url: (tokens[url], url), default=None)
 
 
@@ -206,7 +206,7 @@ async def test_request_rejected_by_every_engine_raises_promptly(error: ContractE
     assert client.calls == [("a", 4), ("b", 4)]
 
 
-async def test_unspecific_error_counts_as_a_rejection_after_three_tries() -> None:
+async def test_error_of_unknown_kind_counts_as_a_rejection_after_three_attempts() -> None:
     outcomes: list[Any] = [ContractError("a fault"), ContractError("a fault"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -216,14 +216,14 @@ async def test_unspecific_error_counts_as_a_rejection_after_three_tries() -> Non
     assert len(client.calls) == 3
 
 
-async def test_full_engine_is_awaited_but_rejecting_engine_is_not_retried() -> None:
+async def test_engine_that_is_full_is_retried_but_an_engine_that_rejects_the_request_is_not() -> None:
     outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
     assert [url for url, _ in client.calls] == ["a", "b", "b", "b"]
 
 
-async def test_rejection_is_final_only_when_the_rejecting_engines_are_all_that_serve() -> None:
+async def test_request_fails_only_once_every_serving_engine_has_rejected_it() -> None:
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
     pending = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
@@ -248,7 +248,8 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_one_with_a_longer_c
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [one, other])
-            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so each engine gets one
+            # The requests are sent concurrently, so each engine gets one.
+            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))
             assert {answer.url for answer in answers} == {other}
             pool.update([one])
             with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
@@ -314,7 +315,7 @@ async def test_draining_engine_finishes_its_request() -> None:
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
 
 
-async def test_running_requests_count_as_load_when_their_engine_returns() -> None:
+async def test_requests_still_running_on_an_engine_count_as_load_when_that_engine_serves_again() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     old = asyncio.create_task(pool.complete(ask(n=8)))
@@ -376,7 +377,7 @@ async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_reject
         await pool.complete(ask())
 
 
-async def test_engine_named_by_a_request_answers_it_and_gets_no_unnamed_requests_meanwhile() -> None:
+async def test_engine_named_by_a_request_answers_it_and_meanwhile_gets_no_requests_that_name_no_engine() -> None:
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])
@@ -397,7 +398,7 @@ async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_anoth
     assert client.calls == [("a", 4)]
 
 
-async def test_request_pinned_to_an_engine_runs_while_it_drains_and_fails_on_removal() -> None:
+async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fails_when_it_is_removed() -> None:
     outcomes: list[Any] = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
     waiting = asyncio.create_task(pool.complete(ask(), engine="a"))

@@ -1,4 +1,4 @@
-"""The routes over real HTTP: OpenAI's own client, the error shape, limits, tokens, and clients that disconnect."""
+"""The engine's routes over real HTTP: OpenAI's client, error bodies, limits, access tokens, and disconnects."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_openai_client_gets_chat_completions(public_client: openai.OpenAI) -> No
         assert choice.finish_reason in ("stop", "length")
 
 
-def test_openai_client_gets_the_same_answer_streamed_and_whole(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_the_same_answer_streamed_and_unstreamed(public_client: openai.OpenAI) -> None:
     whole = public_client.chat.completions.create(**ASK, seed=3, logprobs=True)
     text, logprobs = "", []
     for chunk in public_client.chat.completions.create(**ASK, seed=3, logprobs=True, stream=True):
@@ -208,7 +208,7 @@ def test_small_responses_are_not_delayed_by_nagles_algorithm(client: httpx.Clien
     assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
-def test_listening_on_a_port_in_use_is_an_address_error() -> None:
+def test_listening_on_a_port_in_use_raises_an_address_error() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):

@@ -1,4 +1,4 @@
-"""The JAX engine against the torch engine on the same weights; its compiled programs; its weights."""
+"""Tests of the JAX engine: equal results to the torch engine, compiled programs, and weight updates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def options(model_path: Path) -> EngineOptions:
 
 @pytest.fixture(scope="module")
 def runner(options: EngineOptions) -> JaxRunner:
-    """A runner shared by the tests that do not change its weights; each places its own rows."""
+    """A runner for the tests that do not change its weights; each test fills the rows that it uses."""
     return jax_engine.load_runner(options)
 
 
@@ -101,7 +101,7 @@ Steps = list[tuple[list[int], list[float]]]
 
 
 def _script(runner: ModelRunner) -> Steps:
-    """Decode groups, a single token, greedy and truncated rows; then move rows, and add a sibling and a long prompt."""
+    """Run a fixed sequence of prefills, decodes, moves and copies of rows; return tokens and log-probs."""
     group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
     runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
     runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
@@ -123,12 +123,12 @@ def _agree(ours: Steps, theirs: Steps) -> None:
 
 
 def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
-    """The script covers both compiled lengths, and greedy rows."""
+    """The calls in `_script` cover both compiled lengths, greedy rows and truncated sampling."""
     _agree(_script(runner), _script(twin))
 
 
 def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:
-    """Prefill, decode, move and copy write into the same memory; none allocates a second cache."""
+    """Prefill, decode, move and copy write into the memory of the cache, and none allocates a second cache."""
     lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
     _script(runner)
     assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
@@ -139,7 +139,7 @@ def test_jax_engine_repeats_the_same_calls_bit_for_bit(runner: JaxRunner) -> Non
 
 
 def test_jax_engine_prefills_many_prompts_of_different_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
-    """There are more prompts than run together, so some are padded and some wait for the next pass."""
+    """The prompts do not fit into one forward pass, so some are padded, and some wait for the next pass."""
     prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
     steps: list[Steps] = []
     for each in (runner, twin):
@@ -160,7 +160,7 @@ def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunne
 
 
 def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
-    """This holds for all lengths, numbers of rows and weights; only truncation is compiled on first use."""
+    """This holds for all lengths, row counts and weights, except that top-k and top-p are compiled on first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
     for _ in range(12):
@@ -255,7 +255,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
 
 
 def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
-    """A temperature of 1e-5 makes logits of 1e5 and more, which fp32 resolves only to hundredths."""
+    """Divided by a temperature of 1e-5, logits exceed 1e5, which fp32 resolves only to hundredths."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
     logprobs = sample(
         jax.numpy.asarray(logits),
@@ -314,7 +314,7 @@ def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path: Path) -> Non
             parameter.mul_(1.5)
     weights.staging()[:] = _bytes(other)
     weights.finish_staging()
-    weights.staging()[:] = 0  # the next update arrives: staged weights must not share this memory
+    weights.staging()[:] = 0  # the bytes of the next update arrive; the finished weights must not share this memory
     weights.swap()
     sent = dict(other.named_parameters())
     for entry in config.parameters:
@@ -344,7 +344,7 @@ async def gate_and_engine(
 async def test_jax_engine_updates_weights_during_decoding(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
-    """The update also compiles nothing."""
+    """The update compiles no new program."""
     before_any = _programs()
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
     assert _programs() == before_any
@@ -354,7 +354,7 @@ async def test_jax_engine_updates_weights_during_decoding(
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """The next request in the same row finds a finite cache, whether or not there is another row."""
+    """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)

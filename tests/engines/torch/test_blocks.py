@@ -1,4 +1,4 @@
-"""The block table: rows own blocks for their tokens, share computed prefixes, and lose no block."""
+"""The block table of the paged KV cache: rows own blocks, share blocks of common prefixes, and leak none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(blocks: int = ROWS * CONTEXT // SIZE, *, keeps_few: bool = False) -> B
     return BlockTable(rows=ROWS, context=CONTEXT, blocks=blocks, size=SIZE, keeps_few=keeps_few)
 
 
-def test_rows_of_one_prompt_share_its_full_cache_blocks() -> None:
+def test_rows_with_the_same_prompt_share_its_full_cache_blocks() -> None:
     blocks = table()
     assert blocks.begin([0, 1, 2], tokens_of(COMMON)) == 0
     assert blocks.in_use == 2 + 3, "two shared blocks, and the last one of each row"
@@ -55,7 +55,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
 
 
 def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_rows() -> None:
-    """Lengths are those of `python -m benchmarks engine`; full rows have the whole context."""
+    """Sequence lengths are those of `python -m benchmarks engine`. A full row reserves the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
     held = 0
@@ -68,7 +68,7 @@ def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_row
     assert held >= 4 * rows
 
 
-def test_growing_rows_beyond_the_free_blocks_returns_false_and_raises_nothing() -> None:
+def test_growing_rows_when_no_cache_block_is_free_returns_false_and_raises_nothing() -> None:
     blocks = table(5)
     blocks.begin([0], tokens_of(COMMON[:7]))
     blocks.begin([1], tokens_of([50, 51, 52, 53, 54, 55, 56]))
@@ -78,8 +78,8 @@ def test_growing_rows_beyond_the_free_blocks_returns_false_and_raises_nothing() 
 
 
 @pytest.mark.parametrize("keeps_few", [False, True])
-def test_block_table_equals_a_plain_model_after_random_operations(keeps_few: bool) -> None:
-    """Each block of a row holds the row's tokens in order, even if it is shared, and free blocks are in no row."""
+def test_block_table_agrees_with_a_simple_reference_after_random_operations(keeps_few: bool) -> None:
+    """Each block of a row holds the tokens of that row in order, even if it is shared, and no row has a free block."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)
     rows: dict[int, list[int]] = {}

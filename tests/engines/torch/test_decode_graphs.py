@@ -7,12 +7,12 @@ import pytest
 from pipelinerl.engines.torch.decode_graphs import padded_rows
 
 
-def test_row_counts_are_rounded_up_to_a_few_graph_sizes() -> None:
+def test_row_counts_are_rounded_up_to_a_few_cuda_graph_sizes() -> None:
     padded = [padded_rows(count, 256) for count in range(1, 257)]
     assert all(rows >= count for count, rows in enumerate(padded, start=1))
     assert sorted(set(padded)) == [2, 4, 8, 16, 32, *range(64, 257, 32)]
 
 
 @pytest.mark.parametrize(("count", "most", "rows"), [(1, 1, 1), (33, 48, 48), (5, 6, 6)])
-def test_graph_sizes_never_exceed_the_number_of_slots(count: int, most: int, rows: int) -> None:
+def test_cuda_graph_sizes_never_exceed_the_number_of_slots(count: int, most: int, rows: int) -> None:
     assert padded_rows(count, most) == rows

@@ -101,7 +101,7 @@ async def test_torch_engine_updates_weights_during_decoding(
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """The next request in the same row finds a finite cache, whether or not there is another row."""
+    """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: load_runner(own_head), tokenizer=endless)
@@ -114,7 +114,7 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
 async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
     options: EngineOptions, endless: ChatTokenizer
 ) -> None:
-    """Non-finite weights corrupt the cache of every row."""
+    """While the weights are NaN, the KV cache of every row is corrupted; the next update must repair it."""
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
@@ -146,7 +146,7 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
 async def test_small_kv_cache_with_preemption_samples_the_same_tokens(
     options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
 ) -> None:
-    """Eight rows share room for two full contexts, so samples are preempted and continue, also after an update."""
+    """The cache of eight rows holds only two full contexts, so samples are preempted and continued."""
     same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
     requests = [
         ChatCompletionRequest(
@@ -184,7 +184,7 @@ def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
 
 
 @pytest.mark.gpu
-def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
+def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineOptions) -> None:
     """The last line restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
@@ -193,7 +193,7 @@ def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_context_length_beyond_the_models_is_rejected(options: EngineOptions) -> None:
+def test_context_length_that_exceeds_that_of_the_model_is_rejected(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))
 

@@ -1,4 +1,4 @@
-"""The engine's output layer in fp32: with both forward implementations, tied and untied, and after a weight swap."""
+"""The engine's output layer in fp32: both forward implementations, tied and untied weights, and weight swaps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {
 
 @pytest.fixture(params=["qwen3", "llama"])
 def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The shipped model (norms in its attention, tied head), or a random Llama (neither)."""
+    """The shipped Qwen3 model with a tied output layer, or a random Llama with an untied one."""
     if request.param == "qwen3":
         return MODELS / "tiny_speller"
     torch.manual_seed(0)
@@ -63,7 +63,9 @@ def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("forward", ForwardKind)
-def test_fp32_head_does_not_round_logits_to_the_models_dtype(model_path: Path, forward: ForwardKind) -> None:
+def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(
+    model_path: Path, forward: ForwardKind
+) -> None:
     rounded, exact = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, forward)) for head in HeadPrecision
     )
@@ -72,7 +74,7 @@ def test_fp32_head_does_not_round_logits_to_the_models_dtype(model_path: Path, f
     torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_module_free_forward_has_smaller_rounding_errors_than_the_modules(model_path: Path) -> None:
+def test_module_free_forward_has_smaller_rounding_errors_than_transformers_modules(model_path: Path) -> None:
     full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
     line, modules = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
@@ -80,7 +82,7 @@ def test_module_free_forward_has_smaller_rounding_errors_than_the_modules(model_
     assert (line - full).abs().mean() < (modules - full).abs().mean()
 
 
-def test_weight_swap_updates_the_fp32_head() -> None:
+def test_weight_swap_updates_the_fp32_output_layer() -> None:
     engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
     engine.staging().zero_()
     engine.finish_staging()

@@ -84,7 +84,7 @@ def chosen_by(path: Path, token_ids: list[int]) -> Any:
 
 
 async def test_reported_experts_equal_those_that_transformers_chooses(engine: BatchingEngine, mixture: Path) -> None:
-    """There are more samples than rows, and another request that does not ask for routing."""
+    """The request has more samples than the engine has rows, and a second request does not ask for routing."""
     quiet = engine.complete(asked(n=1, return_routed_experts=False))
     answer, silent = await engine.complete(asked(n=6)), await quiet
     assert silent.prompt_routed_experts is None and silent.choices[0].routed_experts is None
@@ -94,7 +94,7 @@ async def test_reported_experts_equal_those_that_transformers_chooses(engine: Ba
         np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
 
 
-async def test_prompt_of_one_token_reports_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
+async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
     answer = await engine.complete(asked(prompt_token_ids=[7], n=1))
     assert told(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
     (choice,) = answer.choices
@@ -116,7 +116,7 @@ async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
         )
 
 
-async def test_continued_answer_reports_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
+async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
     whole = await engine.complete(asked(n=1))
     (choice,) = whole.choices
     prefix = AnswerPrefix(index=0, token_ids=(choice.token_ids or [])[:4])
@@ -128,14 +128,14 @@ async def test_continued_answer_reports_experts_of_its_new_tokens(engine: Batchi
 async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
 ) -> None:
-    """The log-probs of sampled tokens depend on the experts chosen then."""
+    """The log-prob of a token depends on the experts that sampled it, so an update must not replace these experts."""
     gate, engine = gate_and_engine
     running = asyncio.create_task(engine.complete(asked(n=1)))
     await asyncio.to_thread(gate.allow, 3)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     with torch.no_grad():
         for router in (layer.mlp.gate for layer in model.model.layers):
-            router.weight.neg_()  # now each router chooses the least likely experts
+            router.weight.neg_()  # with the new weights, each router prefers the experts that it avoided
     engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
     await asyncio.sleep(0)  # the engine receives the commit
@@ -167,7 +167,7 @@ async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_exp
 
 
 def test_torch_engine_rejects_models_with_latent_attention(tmp_path: Path) -> None:
-    """The test uses DeepSeek's attention; the trainer could compute its routers."""
+    """The model has the latent attention and the experts of DeepSeek-V3."""
     config = DeepseekV3Config(
         vocab_size=16,
         hidden_size=16,
@@ -190,7 +190,7 @@ def test_torch_engine_rejects_models_with_latent_attention(tmp_path: Path) -> No
         load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
 
 
-def test_mixture_engine_passes_the_conformance_checks_of_experts(options: EngineOptions) -> None:
+def test_engine_of_a_mixture_model_passes_the_conformance_checks_that_concern_experts(options: EngineOptions) -> None:
     with in_thread(create_app(from_options(options), token=None)) as url:
         results = run(url, only=OF_EXPERTS, timeout_s=PATIENCE_S)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

@@ -1,4 +1,4 @@
-"""Rows count as duplicates exactly while the recorded events give them the same tokens."""
+"""Rows of a batch count as duplicates, which are computed once, as long as they hold the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.engines.torch.page_cache import AlikeRows
 ROWS = 8
 
 
-def test_duplicate_rows_are_not_merged_if_there_are_too_few() -> None:
+def test_duplicate_rows_are_not_merged_if_they_are_too_few_to_save_time() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -26,7 +26,7 @@ def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
     found = alike.step(feeds, positions)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 1, 4, 1]
-    feeds[3] = 7  # row 3 sampled another token than its duplicate
+    feeds[3] = 7  # row 3 sampled another token than row 1, its duplicate
     found = alike.step(feeds, positions + 1)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1]
@@ -35,8 +35,8 @@ def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_duplicate_rows_hold_the_same_tokens_after_random_events() -> None:
-    """Rows begin, step, end and move at random; a plain record of their tokens gives the expected result."""
+def test_rows_merged_as_duplicates_hold_the_same_tokens_after_random_events() -> None:
+    """Rows begin, step, end and move at random; the expected duplicates follow from the tokens of each row."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0
     merged = 0
@@ -45,7 +45,8 @@ def test_duplicate_rows_hold_the_same_tokens_after_random_events() -> None:
         if kind == 0 and count < ROWS:
             rows = list(range(count, min(ROWS, count + int(random.integers(1, 5)))))
             alike.begin(rows)
-            beginning = (f"prompt {random.integers(0, 3)}",)  # equal prompts that diverged may count as different
+            # Rows that begin separately may count as different even if their prompts are equal.
+            beginning = (f"prompt {random.integers(0, 3)}",)
             for row in rows:
                 held[row] = beginning
             count += len(rows)

@@ -1,4 +1,4 @@
-"""The paged attention kernel against attention by its definition in fp64."""
+"""The paged attention kernel gives the same results as attention computed by its definition in fp64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_paged_attention_kernel_equals_attention_by_definition(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Rows have one token, whole blocks, or any length; in fp32, and on a GPU also in bf16."""
+    """Rows have one token, whole blocks, or any length. The dtype is fp32, and on a GPU also bf16."""
     draw = torch.Generator().manual_seed(rows)
     keys, values = (torch.randn(rows * blocks + 3, heads, size, width, generator=draw) for _ in range(2))
     query = torch.randn(rows, q_heads, width, generator=draw)

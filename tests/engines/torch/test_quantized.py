@@ -1,4 +1,4 @@
-"""Integer linear layers against a slow reference that multiplies the same rounded values as floats."""
+"""Quantised (integer) linear layers give the results of a slow reference, which multiplies rounded floats."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _start(runner: TorchRunner) -> None:
 
 
 def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return tokens and log-probs [STEPS, rows] of fresh rows."""
+    """Start all prompts in new rows; return their sampled tokens and log-probs [STEPS, rows]."""
     _start(runner)
     steps = [runner.decode(len(PROMPTS)) for _ in range(STEPS)]
     return np.array([tokens for tokens, _ in steps]), np.array([logprobs for _, logprobs in steps])
 
 
 def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return log-probs [STEPS, rows] of the same tokens by a transformers model, with one whole forward per row."""
+    """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one full forward per row."""
     columns = []
     for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
         with torch.no_grad():
@@ -88,13 +88,13 @@ def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rounded(x: Tensor, levels: int) -> Tensor:
-    """Return `x` rounded to quantised values, in float64: the reference for `quantize`."""
+    """Return `x` in float64, rounded to the values that quantisation can represent: the reference for `quantize`."""
     steps = x.double().abs().amax(-1, keepdim=True) / levels
     return (x.double() / steps).round() * steps
 
 
 def _rounding_model(path: Path, weights: WeightFormat) -> Any:
-    """Return transformers' model, whose linear layers, except the head, multiply rounded floats."""
+    """Return transformers' model with linear layers, except the output layer, that multiply rounded floats."""
     model: Any = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     levels = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}[weights]
     for module in model.model.modules():
@@ -116,14 +116,15 @@ def _stage(runner: TorchRunner, path: Path) -> None:
 
 def test_quantized_values_and_step_sizes_match_precomputed_ones() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
-    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]  # ties round to even
+    # Values halfway between two integers round to the even one.
+    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]
     assert steps[0].item() == pytest.approx(4 / 127)
     assert (values[1] * steps[1]).tolist() == [0.0, 0.0, 0.0]
     assert quantize(torch.tensor([[1.0, -4.0, 1.5]]), 7)[0].tolist() == [[2, -7, 3]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_quantized_layer_keeps_rows_with_nan_or_infinity_nonfinite(bad: float) -> None:
+def test_quantized_layer_gives_nonfinite_output_for_a_row_with_nan_or_infinity(bad: float) -> None:
     layer = QuantizedLinear(*_layer(torch.eye(2)))
     y = layer(torch.tensor([[1.0, bad], [1.0, 2.0]]))
     assert not torch.isfinite(y[0]).any()
@@ -147,7 +148,7 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
 
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
-    """Rounding to a neighbouring quantised value may change few log-probs, by a fraction of quantisation's effect."""
+    """The engine may round a value to a neighbouring step, which changes few log-probs, by less than quantisation."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
@@ -176,7 +177,7 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) 
 def test_quantized_model_after_an_update_equals_loading_the_new_model(
     path: Path, other: Path, weights: WeightFormat
 ) -> None:
-    """The weights are equal bit for bit, also after an update back to the first, and unchanged until the swap."""
+    """Results equal those of the loaded model bit for bit, change only at the swap, and return after an update back."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])
@@ -196,7 +197,7 @@ def test_quantized_engine_receives_weights_in_the_models_own_layout(path: Path) 
     assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
 
 
-def test_swapping_quantized_weights_copies_nothing(path: Path, other: Path) -> None:
+def test_swapping_quantized_weights_exchanges_buffers_without_copying(path: Path, other: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     _stage(runner, other)
@@ -211,7 +212,7 @@ def test_swapping_quantized_weights_copies_nothing(path: Path, other: Path) -> N
     assert [parameter.data_ptr() for parameter in model.parameters()] == served
 
 
-def test_int8_weights_take_a_quarter_of_the_memory_except_embeddings_and_norms(path: Path) -> None:
+def test_int8_linear_weights_take_a_quarter_of_the_memory_of_float32_weights(path: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears

@@ -1,6 +1,6 @@
-"""Cached, batched decoding against a slow reference: the unmodified model over the whole sequence for each token.
+"""Batched decoding with a KV cache equals a slow reference, which recomputes the whole sequence for each token.
 
-Every architecture runs through transformers' own modules, and supported ones also through the module-free forward.
+Each architecture is tested with transformers' modules, and supported ones also with the module-free forward.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _inverse_cdf(logp: torch.Tensor, noise_key: int, position: int) -> int:
 
 
 def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[float]]:
-    """Sample the row again, with one whole forward per token."""
+    """Sample the tokens of the row again, with one full forward pass per token; return tokens and log-probs."""
     tokens, logprobs = list(row.prompt), []
     for position in range(len(row.token_ids)):
         with torch.no_grad():
@@ -173,7 +173,9 @@ def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_engine_layout_has_the_models_named_parameters_in_order(directories: dict[str, Path], name: str) -> None:
+def test_weight_layout_of_the_engine_lists_the_named_parameters_of_the_model_in_order(
+    directories: dict[str, Path], name: str
+) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(directories[name])
     expected = [(parameter, tuple(value.shape)) for parameter, value in model.named_parameters()]
     layout = _runner(directories[name]).layout
@@ -181,7 +183,7 @@ def test_engine_layout_has_the_models_named_parameters_in_order(directories: dic
     assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
 
 
-def test_rows_that_share_a_prefill_decode_as_if_alone(directories: dict[str, Path]) -> None:
+def test_rows_that_share_a_prefill_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     groups = [_prompt(1, 9), _prompt(2, 5)]
@@ -193,7 +195,7 @@ def test_rows_that_share_a_prefill_decode_as_if_alone(directories: dict[str, Pat
 
 
 def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
-    """Return the number of prompts and of tokens per prompt, for each forward of a prefill."""
+    """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
     forward, shapes = runner._forward, []
 
     class Counting:
@@ -214,7 +216,7 @@ def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[in
 def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """With 70 tokens in common, the first prompt is computed whole and the others from token 64 on, in one forward."""
+    """Prompts share 70 tokens: the first is computed whole, and the others from token 64 on, in one forward pass."""
     runner, common = _runner(directories[name], forward), _prompt(0, 70)
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
     rows += [Row(_prompt(9, 12), noise_key=9)]
@@ -224,7 +226,7 @@ def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
     _decode(runner, rows, 4)
     _agree(directories[name], rows)
 
-    late = Row(common + _prompt(7, 2), noise_key=7)  # a decoding row has this beginning, and so does a moved one
+    late = Row(common + _prompt(7, 2), noise_key=7)  # its prefix is in the cache of running rows, one of which is moved
     runner.move([4], [1])
     assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
     runner.place([late.state(4)])
@@ -246,7 +248,7 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
 def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """Two groups, one with an empty prompt, stay equal for a while at low temperatures, among other rows."""
+    """At low temperatures, the rows of two groups sample equal tokens for a while; one group has no cached prompt."""
     runner = _runner(directories[name], forward)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
@@ -269,7 +271,7 @@ def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
 
 
 def _fed(runner: TorchRunner) -> list[int]:
-    """Return a list that gets the number of rows fed to the model at each step from now on."""
+    """Return a list to which each later decode step appends the number of rows that the model computes."""
     forward, counts = runner._forward, []
 
     class Counting:
@@ -294,7 +296,7 @@ def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, 
     _agree(path, rows)
 
 
-def test_rows_that_join_leave_and_move_decode_as_if_alone(directories: dict[str, Path]) -> None:
+def test_rows_that_join_leave_and_move_sample_the_same_tokens_as_alone(directories: dict[str, Path]) -> None:
     """Rows of unequal length join and leave while the cache grows."""
     path = directories["qwen3"]
     runner = _runner(path)
@@ -312,7 +314,9 @@ def test_rows_that_join_leave_and_move_decode_as_if_alone(directories: dict[str,
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_one_long_row_among_short_ones_decodes_as_if_alone(directories: dict[str, Path], name: str) -> None:
+def test_one_long_row_among_short_ones_samples_the_same_tokens_as_alone(
+    directories: dict[str, Path], name: str
+) -> None:
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
@@ -323,7 +327,7 @@ def test_one_long_row_among_short_ones_decodes_as_if_alone(directories: dict[str
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2_softcap"])
 def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: dict[str, Path], name: str) -> None:
-    """The number of computed tokens does not grow with the conversation."""
+    """The number of tokens that a turn computes does not grow with the conversation."""
     path = directories[name]
     runner, conversation, computed = _runner(path), _prompt(0, 20), []
     for turn in range(4):
@@ -338,8 +342,10 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: d
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_all_ways_to_read_the_paged_cache_give_the_same_tokens(directories: dict[str, Path], name: str) -> None:
-    """Rows share blocks, fit one block, or have scattered blocks; on a CPU the kernel is interpreted."""
+def test_every_implementation_of_reading_the_paged_cache_gives_the_same_tokens(
+    directories: dict[str, Path], name: str
+) -> None:
+    """Rows share cache blocks, fit into one, or have scattered ones. On a CPU, triton interprets the kernel."""
     for reading in READINGS:
         runner = _runner(directories[name])
         runner._cache.reading = reading
@@ -358,7 +364,7 @@ def test_all_ways_to_read_the_paged_cache_give_the_same_tokens(directories: dict
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories: dict[str, Path], name: str) -> None:
-    """Rows of several lengths join, leave and move across two weight swaps; one row uses top-k."""
+    """Rows of several lengths join, leave and move, with two weight swaps in between; one row uses top-k."""
     path = directories[name]
     runner = _runner(path, device="cuda")
     assert (runner._graphs is not None) == (name in STRAIGHT)
@@ -387,7 +393,7 @@ def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
-@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore")  # ignore warnings of torch's own compiler
 def test_compiled_forward_decodes_the_same_tokens(directories: dict[str, Path], name: str, device: str) -> None:
     runner = _runner(directories[name], device=device)
     assert isinstance(runner._forward, LlamaForward)
@@ -409,7 +415,9 @@ def _next(row: Row, index: int) -> RowState:
     return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 
 
-def test_late_sample_decodes_from_a_copy_of_a_running_rows_prompt_cache(directories: dict[str, Path]) -> None:
+def test_sample_that_starts_late_decodes_from_a_copy_of_the_prompt_cache_of_a_running_row(
+    directories: dict[str, Path],
+) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]
@@ -438,7 +446,7 @@ def test_sampled_tokens_are_independent_of_the_batch(directories: dict[str, Path
 def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(
     directories: dict[str, Path], name: str
 ) -> None:
-    """After a prefill, no trace of the old weights is left; without it, the old cache still affects log-probs."""
+    """After a prefill, log-probs are those of the new weights; without a prefill, the old cache still affects them."""
     runner = _runner(directories[name])
     row = Row(_prompt(3, 6), noise_key=5)
     _start(runner, [row])
@@ -467,7 +475,9 @@ def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(
     assert after["kept"].logprobs != pytest.approx(logprobs, abs=1e-3)
 
 
-def test_weight_swap_copies_nothing_and_a_second_swap_reverts_it(directories: dict[str, Path]) -> None:
+def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts_it(
+    directories: dict[str, Path],
+) -> None:
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     parameters = list(model.parameters())
@@ -482,7 +492,7 @@ def test_weight_swap_copies_nothing_and_a_second_swap_reverts_it(directories: di
 
 
 def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
-    """A half-precision parameter of odd size misaligns the next one."""
+    """A half-precision parameter of odd size misaligns the parameter after it in the buffer."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
     expected = [parameter.detach().clone() for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""The vectorised sampler against the bigram engine's NumPy sampler, and against the distribution itself."""
+"""The vectorised sampler agrees with the bigram engine's NumPy sampler, and with the exact distribution."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_logit_bias_and_penalties_are_added_to_their_rows_once() -> None:
 
 @pytest.mark.parametrize("vocab", [8, 3000])
 def test_sampler_never_draws_an_impossible_token_at_extreme_noise(vocab: int) -> None:
-    """Noise 0 gives the first token of non-zero probability, and noise next to 1 the last."""
+    """Noise 0 draws the first token with non-zero probability, and the largest noise below 1 draws the last one."""
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
     token_ids, logprobs, _, _ = sample(
@@ -146,7 +146,7 @@ def test_sampled_frequencies_match_the_reported_probabilities(vocab: int) -> Non
         assert chosen.float().mean().item() == pytest.approx(logprobs[chosen][0].exp().item(), abs=2e-3)
 
 
-def test_sampler_draws_each_row_independently_of_the_others() -> None:
+def test_sampler_draws_each_row_independently_of_the_other_rows() -> None:
     random = rng.generator(0, "rows")
     logits = torch.from_numpy(random.standard_normal((5, 40))).float()
     noise = torch.from_numpy(random.random(5))
@@ -188,8 +188,8 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_sampling_wholly_on_the_device_equals_sampling_with_host_parameters(vocab: int) -> None:
-    """Temperatures include greedy; a row with NaN logits leaves the other rows unchanged."""
+def test_sampler_with_all_parameters_on_the_device_draws_the_same_tokens_as_with_host_parameters(vocab: int) -> None:
+    """Some rows are greedy (temperature 0), and one row has NaN logits, which must not affect the other rows."""
     random = rng.generator(vocab, "whole")
     logits = torch.from_numpy(np.float32(random.standard_normal((64, vocab)) * 3))
     logits[5, 3] = torch.nan

@@ -44,7 +44,7 @@ def test_scored_logprobs_change_with_a_weight_update() -> None:
     runner = load_runner(engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32))
     before = runner.scorer(PROMPT, 1.0)
     staging = runner.staging().view(-1)
-    staging.zero_()  # all weights 0: every token is equally likely
+    staging.zero_()  # with all weights 0, every token is equally likely
     runner.finish_staging()
     runner.swap()
     found = runner.scorer(PROMPT, 1.0)

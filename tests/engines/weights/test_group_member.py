@@ -1,4 +1,4 @@
-"""Leaving a replaced group membership blocks neither the event loop nor the next join."""
+"""When an engine leaves a process group because it joins a newer one, neither its event loop nor the join blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S, SOON_S
 
 
 class Endpoint:
-    """An endpoint whose close waits for the test, as gloo's threads, which poll every 10 ms, would."""
+    """An endpoint whose `close` blocks until the test permits it, like the slow close of a gloo group."""
 
     def __init__(self) -> None:
         self.may_leave, self.left = threading.Event(), threading.Event()
@@ -28,7 +28,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """A factory whose joins succeed at once."""
+    """A factory of `Endpoint`s whose `join` succeeds immediately."""
 
     def __init__(self) -> None:
         self.made: list[Endpoint] = []

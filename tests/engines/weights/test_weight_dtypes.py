@@ -1,4 +1,4 @@
-"""Weights sent in a dtype other than the engine's are converted, or rejected before any collective."""
+"""Weights that arrive in another dtype than the engine's are converted, or rejected before any broadcast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 
 def wire_of(dtype: DType) -> WeightLayout:
-    """Return the layout of the target's parameters when sent in `dtype`."""
+    """Return the layout in which the parameters arrive if the trainer sends them in `dtype`."""
     return WeightLayout(parameters=tuple(row.model_copy(update={"dtype": dtype}) for row in LAYOUT.parameters))
 
 
@@ -31,7 +31,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
-    """Run a whole update; `named` replaces the layout field of PREPARE."""
+    """Run an update from PREPARE to COMMIT; `named` are fields that replace the layout in PREPARE."""
     await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
     trainer = setting.trainer
     assert trainer is not None
@@ -42,7 +42,7 @@ async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, versi
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-async def test_half_precision_update_is_converted_to_float32_and_digested_as_sent(dtype: DType) -> None:
+async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_of_the_sent_bytes(dtype: DType) -> None:
     setting, wire = Setting(), wire_of(dtype)
     await setting.join()
     values = torch.linspace(-3, 3, 32).to(getattr(torch, dtype.value))
@@ -53,7 +53,7 @@ async def test_half_precision_update_is_converted_to_float32_and_digested_as_sen
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_layout_id_of_an_earlier_update_or_of_the_engine_suffices_for_prepare() -> None:
+async def test_prepare_may_name_the_layout_of_an_earlier_update_or_of_the_engine_by_its_id() -> None:
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The weight receiver's behaviour that the conformance kit cannot observe: deadlines, the dirty state, memberships."""
+"""Behaviour of the weight receiver that the conformance kit cannot test: deadlines, dirty state, group membership."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
 
 
 class Target:
-    """Two buffers and a swap, whose next commit can be made to fail or to wait."""
+    """A `WeightTarget` of two buffers that a commit swaps; a test can make the next commit fail or wait."""
 
     def __init__(self) -> None:
         self.current = np.zeros(LAYOUT.num_bytes, np.uint8)
@@ -91,7 +91,7 @@ class Target:
 
 
 class Setting:
-    """A receiver, its target, and the trainer's end of the group."""
+    """A weight receiver with its target, and the trainer's rank 0 of the process group."""
 
     def __init__(self) -> None:
         self.target = Target()
@@ -115,7 +115,7 @@ class Setting:
         self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
     async def met(self, generation: int, joined: Awaitable[Any], *, timeout_s: float = PATIENCE_S) -> Collective:
-        """Return rank 0 of a group once rank 1 has `joined`."""
+        """Join a group as rank 0, and await `joined`, the join of rank 1; return rank 0."""
         own = in_background(
             "rank-0",
             lambda: Collective.join(
@@ -141,7 +141,7 @@ class Setting:
         return (await self.receiver.request_weight_update(request)).status
 
     async def has_come(self, num_bytes: int) -> None:
-        """Wait until the receiving thread has counted `num_bytes`."""
+        """Wait until the receiving thread has received `num_bytes`."""
         update = self.receiver._update
         assert update is not None
         async with asyncio.timeout(PATIENCE_S):
@@ -265,7 +265,7 @@ async def test_receive_that_failed_before_commit_requires_a_new_group(setting: S
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_receive_fails_at_once_when_the_trainer_dies(setting: Setting) -> None:
+async def test_weight_update_fails_immediately_when_the_trainer_dies(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     assert setting.trainer is not None
@@ -277,7 +277,7 @@ async def test_receive_fails_at_once_when_the_trainer_dies(setting: Setting) -> 
     assert setting.receiver.totals.failures == 1
 
 
-async def test_update_with_a_wrong_digest_fails_but_keeps_the_group(setting: Setting) -> None:
+async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -312,7 +312,7 @@ async def test_swap_that_the_target_rejects_does_not_make_the_engine_dirty(setti
     assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
 
 
-async def test_swap_that_exceeds_its_timeout_still_happens_later(setting: Setting) -> None:
+async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(setting: Setting) -> None:
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -351,7 +351,7 @@ async def test_joining_a_new_group_drops_the_staged_update(setting: Setting) -> 
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_prepare_fails_while_a_dropped_receive_still_uses_the_buffer(setting: Setting) -> None:
+async def test_prepare_fails_while_the_receive_of_a_dropped_update_still_uses_the_buffer(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -361,7 +361,9 @@ async def test_prepare_fails_while_a_dropped_receive_still_uses_the_buffer(setti
     assert old is not None
 
 
-async def test_join_without_other_ranks_times_out_and_its_generation_cannot_be_reused(setting: Setting) -> None:
+async def test_joining_a_group_without_other_ranks_times_out_and_its_generation_cannot_be_reused(
+    setting: Setting,
+) -> None:
     with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
         await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
     with pytest.raises(StaleGeneration, match="generation 1 was already used"):
@@ -369,7 +371,7 @@ async def test_join_without_other_ranks_times_out_and_its_generation_cannot_be_r
     await setting.join(2)
 
 
-async def test_join_of_a_higher_generation_replaces_a_waiting_join(setting: Setting) -> None:
+async def test_joining_a_group_of_a_higher_generation_cancels_a_join_that_still_waits(setting: Setting) -> None:
     waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
     await asyncio.sleep(0.05)
     await setting.join(2)
@@ -381,7 +383,7 @@ async def test_join_of_a_higher_generation_replaces_a_waiting_join(setting: Sett
 
 
 async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -> None:
-    """The other ranks join only after this loop has progressed; a blocked loop would make the join time out."""
+    """Rank 0 joins only after the event loop has run for a while; if the loop were blocked, the join would time out."""
     joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
     for _ in range(10):
         await asyncio.sleep(0.005)
@@ -390,7 +392,7 @@ async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -
 
 
 class _Pull:
-    """A source of weights that waits for `gate`, then fills the buffer, fails, or waits until it is abandoned."""
+    """A `PullSource` that fills half of the buffer, and then completes it, fails, or waits to be abandoned."""
 
     def __init__(
         self, failure: Exception | None = None, *, waits: bool = False, gate: threading.Event | None = None
@@ -483,7 +485,7 @@ async def test_abort_cancels_a_pull_and_frees_its_buffer(setting: Setting) -> No
 
 @pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
 async def test_prepare_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
-    """The COMMIT was lost; the publisher has given up this version, and a pull has no group to leave."""
+    """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
     pull = _Pull(waits=waits)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -503,8 +505,10 @@ async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting: Set
     assert np.array_equal(setting.target.current, BYTES)
 
 
-async def test_update_of_a_later_epoch_replaces_that_of_an_earlier_trainer_and_rejects_it(setting: Setting) -> None:
-    """The trainer of epoch 1 was stopped before its COMMIT; the trainer of epoch 2 does not wait for it."""
+async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earlier_epochs_are_rejected(
+    setting: Setting,
+) -> None:
+    """The trainer of epoch 1 was suspended before its COMMIT; the trainer of epoch 2 does not wait for that COMMIT."""
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, version=9, epoch=1, timeout_s=PATIENCE_S, **PULL)
@@ -519,7 +523,7 @@ async def test_update_of_a_later_epoch_replaces_that_of_an_earlier_trainer_and_r
 
 
 async def test_commit_of_an_update_that_a_prepare_replaces_fails(setting: Setting) -> None:
-    """A successful commit would let the next update's bytes be written into the serving weights."""
+    """If this commit succeeded, the bytes of the next update would overwrite the weights that serve."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
     await setting.phase(UpdatePhase.PREPARE, **PULL)

@@ -1,6 +1,6 @@
-"""Stock vLLM and SGLang servers behind the contract; SGLang's is `tests.fakes.sglang_server`.
+"""Stock (unmodified) vLLM and SGLang servers behind the inference contract; SGLang's server is a verified fake.
 
-The conformance kit checks the rest; wrong versions and log-probs would pass it. `make test-vllm` runs a real vLLM.
+These tests check versions and log-probs, which the conformance kit cannot. `make test-vllm` runs a real vLLM server.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from tests.patience import PATIENCE_S, SOON_S
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
 
-#: Expected failures of the conformance kit, and their reasons.
+#: For each server, the checks of the conformance kit that must fail, with a word of the error. Comments say why.
 SHORT_OF = {
     "sglang_server": {
-        # SGLang's log-probs are those before top-k and top-p, so its engine rejects both.
+        # SGLang reports log-probs from before top-k and top-p, so the engine rejects requests with them.
         "top_k_one_is_certain": "400",
-        # The same reason as for vLLM below.
+        # The next three fail for the same reason as with vLLM below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
         "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
     "vllm_server": {
-        # The server starts samples as they arrive, so the samples in each step, and thus rounding, differ each time.
+        # The server starts samples as they arrive, so batches, and thus rounding, differ between equal requests.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
         "fewer_chunks_give_the_same_answer": "token_logprobs",
@@ -80,7 +80,7 @@ vllm = [
 
 @dataclass(frozen=True)
 class Stock:
-    """A stock server, the engine type for it, its model, and the model's path."""
+    """A running stock server, the engine type that uses it, its model, and the directory of the model."""
 
     kind: str
     url: str
@@ -181,7 +181,7 @@ def test_logprobs_of_a_stock_server_equal_transformers_after_every_update(stock:
 
 
 def random_decoder_like(model: Any) -> Any:
-    """Return another model of the same configuration; the server keeps using its own."""
+    """Return a second random model with the configuration of `model`, because the server uses `model` itself."""
     return type(model)(model.config).eval()
 
 
@@ -225,7 +225,7 @@ def test_samples_are_not_aborted_by_drain_or_recompute_kv_updates(stock: Stock, 
 
 
 def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock: Stock) -> None:
-    """The server holds back no text, so its last event has no token."""
+    """The server has already streamed all tokens when it aborts the sample, so its last event has no token."""
     stops = {
         "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
         "sglang_server": [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})],
@@ -242,7 +242,8 @@ def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock:
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+# The thread of the engine ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         session.chat()
@@ -253,7 +254,7 @@ def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: S
 
 
 class TestRefusals:
-    """Unsupported settings are rejected at the start with a message; the SGLang tests need no real server."""
+    """Unsupported settings are rejected with a message when the engine starts; the SGLang tests need no real server."""
 
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -336,7 +337,7 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
 
 
 async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
-    """With `ignore_eos` a sample would run to its limit, and an update in between would delay its tokens to the end."""
+    """If the order set `ignore_eos`, a sample would run to its token limit beyond its stop token."""
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
         request = Request(
@@ -365,9 +366,10 @@ async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) ->
         await http.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+# The thread of the engine ends with an exception in this test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) -> None:
-    """A sample may take any time while the server passes health checks; a server that hangs ends its streams."""
+    """A sample may take any time while the server passes health checks; if the server hangs, its requests fail."""
     silence_s = 3.0
 
     def loop(deliver: Any) -> CoreLoop:
@@ -388,7 +390,7 @@ async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) 
         request = ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=2)
         async with asyncio.timeout(PATIENCE_S):
             await engine.complete(request)
-            stock.server.continued.clear()  # paused
+            stock.server.continued.clear()  # the server is paused, but passes health checks
             pending = asyncio.create_task(engine.complete(request))
             await asyncio.sleep(1.5 * silence_s)
             assert not pending.done() and engine.health().state is EngineState.READY
@@ -435,7 +437,7 @@ asyncio.run(main())
 
 
 def test_adapter_raises_the_file_descriptor_limit_for_concurrent_streams() -> None:
-    """Run in a separate process, whose soft limit is low before the adapter starts."""
+    """The script runs in a separate process, which begins with a low soft limit on file descriptors."""
     command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.stdout == "64\n", done.stderr

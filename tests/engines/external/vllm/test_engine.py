@@ -1,4 +1,4 @@
-"""The vLLM engine: the contract over HTTP, and version spans and log-probs during updates, which could fail silently.
+"""The vLLM engine: the contract over HTTP, and version spans and log-probs during updates.
 
 Run by `make test-vllm`, in a separate environment; tests that need no vLLM run everywhere.
 """
@@ -43,16 +43,16 @@ from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision, Kernels
 
 CONTEXT = 256
-#: Retries of tests with two concurrent requests, which fail if a busy machine delays one until the other has ended.
+#: Attempts of a test with concurrent requests: on a busy machine, one request may be delayed until the other has ended.
 TRIES = 5
 PROMPT = [7, 9, 11, 13, 15]
-#: Longer than a block of vLLM's cache, which requests share while the weights are the same.
+#: Longer than a block of vLLM's prefix cache. Requests share cached blocks as long as the weights are the same.
 LONG_PROMPT = [5 + place % 41 for place in range(200)]
 
-#: An engine starts in half a minute; on a busy machine it took five.
+#: Seconds within which an engine must start: half a minute is usual, and five minutes occurred on a busy machine.
 START_S = 600.0
 
-#: vLLM emits many warnings at import, and its engine core starts slowly on a busy machine.
+#: Marks of tests with a real vLLM, which emits many warnings at import, and starts slowly on a busy machine.
 real = [
     pytest.mark.vllm,
     pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
@@ -157,7 +157,9 @@ def test_vllm_engine_rejects_unsupported_options_before_it_starts(
         ("scheduling_policy", "is set by the engine, which samples by priority"),
     ],
 )
-def test_vllm_options_that_other_engine_keys_set_are_rejected_by_name(name: str, says: str, tmp_path: Path) -> None:
+def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
+    name: str, says: str, tmp_path: Path
+) -> None:
     options = EngineOptions(
         model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
     )
@@ -244,7 +246,7 @@ class TestOptions:
 
 
 class TestReal:
-    """Tests of engines with tied embeddings, without them, and with two workers; a start takes half a minute."""
+    """Tests of real vLLM engines: with tied embeddings, with untied embeddings, and with two workers."""
 
     pytestmark = real
 
@@ -290,7 +292,7 @@ class TestReal:
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
 
     def test_short_vllm_request_finishes_while_an_earlier_long_one_runs(self, tied: Served) -> None:
-        """A request of several samples starts while a longer one runs, and ends first."""
+        """A request of several samples starts while a longer request runs, and ends before it."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -306,7 +308,7 @@ class TestReal:
             assert any(was_first() for _ in range(TRIES))
 
     def test_vllm_starts_waiting_requests_with_the_lowest_priority_value_first(self, tied: Served) -> None:
-        """Two requests fill the slots twice; a third one, the last, is answered while samples of the second wait."""
+        """Two requests need twice the slots; a third, urgent request is answered while the second still waits."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -400,7 +402,9 @@ def _core_of_this_process() -> psutil.Process:
         ("model name : flags are not listed", set()),
     ],
 )
-def test_dtypes_without_cpu_instructions_give_a_slowness_warning(tmp_path: Path, line: str, slow: set[str]) -> None:
+def test_dtype_for_which_the_cpu_has_no_instructions_gives_a_slowness_warning(
+    tmp_path: Path, line: str, slow: set[str]
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
     found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}

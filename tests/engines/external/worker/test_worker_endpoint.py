@@ -1,4 +1,4 @@
-"""A worker's endpoint: bytes arrive in shared memory, and a peer that leaves is noticed at once."""
+"""The endpoint of a worker process: bytes arrive in shared memory, and a lost peer is detected immediately."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Setting:
         self.joined: list[WorkerEndpoint] = []
 
     def pair(self, *, timeout_s: float = PATIENCE_S) -> tuple[Collective, WorkerEndpoint]:
-        """Return rank 0 and the worker's endpoint, in a group of the next generation."""
+        """Form a group of the next generation; return its rank 0, and the endpoint that joined for the worker."""
         self.generation += 1
         root = in_background("root", lambda: self.rank_0(timeout_s))
         endpoint = self.endpoints.join(self.request(timeout_s))
@@ -121,7 +121,7 @@ def test_broadcast_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: 
         endpoint.close()
 
 
-def test_rank_0_notices_at_once_that_the_engine_left(setting: Setting) -> None:
+def test_rank_0_detects_immediately_that_the_engine_has_left_the_group(setting: Setting) -> None:
     root, endpoint = setting.pair()
     began = time.monotonic()
     endpoint.close()
@@ -134,7 +134,7 @@ def test_rank_0_notices_at_once_that_the_engine_left(setting: Setting) -> None:
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
-def test_receive_times_out_if_rank_0_is_silent_and_fails_at_once_if_it_leaves(setting: Setting) -> None:
+def test_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_leaves(setting: Setting) -> None:
     root, endpoint = setting.pair()
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
@@ -148,19 +148,19 @@ def test_receive_times_out_if_rank_0_is_silent_and_fails_at_once_if_it_leaves(se
 
 
 def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
-    """Otherwise two updates would write to the same staging memory."""
+    """If it ended earlier, two updates could write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)
     endpoint.close()
     time.sleep(0.2)
-    assert not came.done()  # gloo's receive runs until its deadline
+    assert not came.done()  # the worker still writes, because gloo receives until its deadline
     with pytest.raises((DeadlineError, UpdateError)):
         came.result(PATIENCE_S)
     root.close()
 
 
-def test_receive_fails_at_once_when_the_worker_dies() -> None:
+def test_receive_fails_immediately_when_the_worker_dies() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)
@@ -173,7 +173,7 @@ def test_receive_fails_at_once_when_the_worker_dies() -> None:
 
 
 def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises its own exception types; the engine must not wait for a thread that has ended."""
+    """The worker's receiving thread has ended with torch's exception type, so the engine must not wait for it."""
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
@@ -195,11 +195,11 @@ def test_joining_a_group_that_does_not_form_times_out(setting: Setting) -> None:
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))
-    root, _ = setting.pair()  # the next group forms
+    root, _ = setting.pair()  # the next group forms normally
     root.close()
 
 
-def test_engine_can_use_exactly_the_backends_of_its_worker() -> None:
+def test_engine_supports_exactly_the_collective_backends_of_its_worker() -> None:
     host = torch.zeros(1, dtype=torch.uint8)
     assert not WorkerEndpointFactory(frozenset([Backend.GLOO])).reaches(Backend.NCCL, host)
     assert WorkerEndpointFactory(frozenset(Backend)).reaches(Backend.NCCL, host)

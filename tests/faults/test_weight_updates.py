@@ -78,7 +78,7 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """Publish the next version to all engines; only those that serve it by the report stay proven."""
+        """Publish the next version to all engines; only those that serve it according to the report stay proven."""
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
@@ -120,7 +120,7 @@ class Fleet:
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
-        """Count the tokens of an answer, and record those of a version that their span does not name."""
+        """Count the tokens of an answer; record each that was sampled by another version than its span names."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
             rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
@@ -202,7 +202,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
 async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(
     fleet: Fleet, freezes: int
 ) -> None:
-    """The others serve the version without it; once awake, it gets requests from the pool only after an update."""
+    """The other engines serve the version meanwhile; the resumed engine gets pool requests only after an update."""
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):
@@ -221,7 +221,7 @@ async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until
             now = fleet.epoch, fleet.version
             assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
             fleet.nursery.thaw(victim)
-            awake = await fleet.client.chat(victim, request(0))  # not through the pool
+            awake = await fleet.client.chat(victim, request(0))  # sent directly, not through the pool
             fleet.count(awake)
             assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
             fleet.engines = everyone

@@ -25,7 +25,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-if TYPE_CHECKING:  # used only here; the import takes 0.6 s per test process
+if TYPE_CHECKING:  # only for annotations, since the import takes 0.6 s per test process
     import openai
     from openai.types.chat import ChatCompletionMessageParam
 

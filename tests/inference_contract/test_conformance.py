@@ -1,4 +1,4 @@
-"""The kit passes conforming engines and fails faulty ones, at the check for the fault."""
+"""The conformance kit for engines passes correct engines, and fails faulty ones at the check for their fault."""
 
 from __future__ import annotations
 

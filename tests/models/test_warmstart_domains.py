@@ -1,4 +1,4 @@
-"""The warm start by domain: each is trained until its reward is in the band, then rehearsed until all others are."""
+"""The warm start by domain: a domain is trained until its reward is in the band, then rehearsed until all are."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_within_its_reward_band_is_rehearsed_and_trained_again_below_it() -> None:
+def test_domain_within_its_reward_band_is_only_rehearsed_until_its_reward_falls_below() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
-    whole = checks[0].demonstrations["a"] // 2  # demonstrations per step
+    whole = checks[0].demonstrations["a"] // 2  # demonstrations that one domain trains per step
     shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
     assert whole >= 4 and whole % 4 == 0
     assert checks[1].demonstrations == {"a": 2 * whole + 2 * whole // 4, "b": 4 * whole}

@@ -202,12 +202,12 @@ async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_p
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # the answer means that its journal exists
+            await asyncio.to_thread(first.status)  # the first controller answers once its journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # this write fences the first
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences the first
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)
@@ -223,7 +223,7 @@ async def test_resumed_run_does_not_wait_for_a_live_run_of_its_name(
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
     async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # its journal exists once this event is written
+        while "run_started" not in events.read_text():  # the journal exists once this event is written
             await asyncio.sleep(0.01)
     events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(who) as endpoint:

@@ -22,7 +22,7 @@ from tests.security.waiting import Stall, Waiting
 
 #: Error codes with a status of 500 or more that are not failures: they blame another party or announce a shutdown.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
-#: Seconds. A request that is unanswered for longer is waiting for other parties.
+#: A request that is unanswered for longer than this many seconds counts as waiting for other parties.
 _WAITS_FOR_OTHERS_S: Final = 1.0
 #: The server that runs idle for comparison: it starts soonest, and the speed of its answers depends on the machine
 #: alone.

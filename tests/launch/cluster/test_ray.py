@@ -104,7 +104,7 @@ def test_ray_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> 
 
 
 def _served(run: LiveRun) -> int:
-    """Count the canaries that engines passed."""
+    """Count the canary checks that engines passed."""
     return len(run.events("engine_verified"))
 
 

@@ -35,7 +35,7 @@ _WAYS: Final = (
 )
 _BEFORE: Final = ("", "</div>", "-->", "]]>", "\u202e", "\x00", "&lt;", "`", "<!--", "\u2028")
 
-#: Every way with every prefix.
+#: Each way to run code, with each prefix.
 HOSTILE: Final = tuple(
     f"{before}{way.format(i=number)}"
     for number, (before, way) in enumerate((before, way) for before in _BEFORE for way in _WAYS)

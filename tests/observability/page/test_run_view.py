@@ -52,7 +52,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_after_returns_the_marks_that_were_kept_after_the_given_number() -> None:
+def test_marks_after_a_number_are_the_kept_marks_with_higher_numbers() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def is_running(pid: int) -> bool:
-    """A zombie counts as ended, since its parent merely has not reaped it yet."""
+    """Return True if the process runs; a zombie has ended, and its parent merely has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

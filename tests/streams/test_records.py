@@ -96,7 +96,8 @@ ORDER = PromptOrder(
     chat_template_kwargs={"enable_thinking": False},
 )
 
-#: A turn that two others continue, one of them by a sub-agent's history: two segments of three turns, and one more.
+#: A group whose first rollout branches: two turns continue its first turn, and another agent's turn begins a history of
+#: its own. The second rollout has a single turn.
 EPISODE = replace(
     GROUP,
     rollouts=(

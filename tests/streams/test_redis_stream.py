@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that the test may kill, with every acknowledged write on disk."""
+    """Yield a server that the test may kill, and that writes to disk before it acknowledges a write."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
@@ -52,7 +52,7 @@ async def connected(
 
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
-    await asyncio.sleep(0.05)  # producers run into the closed connection
+    await asyncio.sleep(0.05)  # let the producers meet the closed connection
     os.waitid(
         os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
     )  # a busy machine may need longer; `start` would then see a live server

@@ -297,7 +297,7 @@ async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in
         assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_full_step_waits_for_an_order_that_could_train_no_later_step(tmp_path: Path) -> None:
+async def test_full_step_waits_for_an_order_that_would_be_too_old_for_later_steps(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)

@@ -76,7 +76,7 @@ async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_erro
 @shared_loop
 async def test_synchronous_fast_path_gives_the_same_verdicts_as_the_slow_path(math_answer):
     first, gym = spelling(), ReasoningGym()
-    assert gym.at_once(first, "x") is None  # its scorer is not loaded
+    assert gym.at_once(first, "x") is None  # the task's scorer is not loaded yet
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
     waited = [await gym.verify(first, text) for text in texts]
     answers = [SampledAnswer(text) for text in texts]
@@ -100,7 +100,7 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
         # Evaluating the library's own text while generating is safe; evaluating an answer is not.
         if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
             found.add(task)
-    assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates the entry's own answer, which the library wrote
+    assert found - UNSAFE_TASKS <= {"number_sorting"}  # evaluates only an answer of the library itself
     assert found
 
 

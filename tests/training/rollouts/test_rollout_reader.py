@@ -43,7 +43,7 @@ async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
-    """Append groups as an actor does, with ids that it chooses."""
+    """Append groups to the partition as an actor does, under entry ids that the actor chooses."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
@@ -66,7 +66,7 @@ def directive(answers: str) -> Directive:
 
 
 def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
-    """Return the offsets for a checkpoint while the groups `untrained` wait."""
+    """Return the offsets that a checkpoint stores while the groups `untrained` wait to be trained."""
     return reader.safe_offsets(lambda index: index in untrained)
 
 

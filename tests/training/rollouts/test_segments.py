@@ -28,7 +28,7 @@ from trainer_contract.errors import BatchError
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
 VOCAB = 12
-#: Presets with terms per token, terms per rollout (ratio, weight), and terms that read old log-probs.
+#: Presets that together have terms per token, terms per rollout (a ratio or a weight), and terms of old log-probs.
 CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
 
 
@@ -39,7 +39,7 @@ def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
 
 
 def forked(reward: float = 0.0) -> Rollout:
-    """Return an episode with two replies to the first answer, one more turn after the second, and a new root."""
+    """Return an episode whose first turn has two replies, the second with one more turn, and a separate history."""
     return episode(
         [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
         (ROOT, 0, 0, 2, ROOT),

@@ -143,7 +143,7 @@ def trainer_of(kind: str, model: str = "tiny_speller") -> Trainer:
 
 
 def spelled(domain: str, index: int) -> RolloutGroup:
-    """Return a group of three answers in the vocabulary of the model."""
+    """Return a group of three random answers whose tokens are in the model's vocabulary."""
     draw = generator(index, "spelled")
     answers = [
         rollout(reward=reward, prompt=[3, 4], sampled=draw.integers(3, 20, 2 + index).tolist(), logprob=-2.0)
@@ -160,7 +160,7 @@ def moved(
     objective: str = "pipelinerl",
     demonstrations: DemonstrationStream | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return one step's gradient and figures."""
+    """Take one step on the groups; return the gradient, which is the change of the weights, and the step's metrics."""
     trainer, chosen = trainer_of(kind), resolve(objective)
 
     def weights() -> np.ndarray:

@@ -18,7 +18,7 @@ from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Gloo's default, and the connections of large groups.
+#: Runs a test twice: with gloo's default connections between all ranks, and with the tree that large groups use.
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
 
@@ -93,7 +93,8 @@ def test_tree_of_ranks_has_fewer_connections_than_a_mesh(rendezvous: Rendezvous)
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
     with_tree = _open_files()
     mesh = _ranks(rendezvous, ranks, generation=2)
-    assert with_tree - before < _open_files() - with_tree  # 8 pairs instead of 36, both ends of each in this process
+    # The tree has 8 connections, the mesh 36; this process holds both ends of each.
+    assert with_tree - before < _open_files() - with_tree
     assert len(tree) == len(mesh) == ranks
 
 

@@ -32,7 +32,7 @@ from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-BUCKET_BYTES = 128  # the bias alone fills one: two buckets
+BUCKET_BYTES = 128  # divides the layout into two buckets, one of which has only the bias
 
 
 def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
@@ -208,7 +208,7 @@ async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
         assert await serving(control, url) == (1, 20)
 
 
-async def test_engine_overloaded_by_pending_joins_is_reported_as_blameless(
+async def test_engine_overloaded_by_pending_joins_is_reported_but_not_blamed(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -298,7 +298,7 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
         )
         await asyncio.to_thread(sending.wait, PATIENCE_S)
-        os.kill(process.pid, signal.SIGSTOP)  # gloo sometimes leaves peers of a killed process waiting like this
+        os.kill(process.pid, signal.SIGSTOP)  # peers may wait for a killed process like this
         control.moved[victim] = again
         release.set()
         assert (await update).failed == {}

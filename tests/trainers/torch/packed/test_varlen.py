@@ -1,4 +1,4 @@
-"""Attention in one kernel, compared with buckets in fp32 on a CPU, with a fake in place of the kernel.
+"""Attention in one variable-length kernel, compared with bucket attention in fp32; on a CPU, a fake kernel is used.
 
 The first test compares the fake with torch's attention; the last compares the real kernel with buckets, on a GPU.
 """
@@ -38,7 +38,10 @@ def starts(lengths):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
-    """If a segment has fewer queries than keys, they belong to its last tokens; torch's attention computes all."""
+    """If a segment has fewer queries than keys, the queries are those of its last tokens.
+
+    Torch computes the attention of all tokens, of which the last are compared.
+    """
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
@@ -59,7 +62,7 @@ def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
 
 
 def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """The kernel with the signature of torch 2.11, which needs as many key heads as query heads."""
+    """Fake kernel with the signature of torch 2.11's kernel, which needs as many key heads as query heads."""
     bounds = (cu_seq_q, cu_seq_k, max_q, max_k)
     return varlen_attention(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=False)
 

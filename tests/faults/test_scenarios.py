@@ -92,13 +92,13 @@ def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_orders(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_fault_scenario_detects_an_actor_that_names_one_version_for_a_whole_answer(tmp_path: Path) -> None:
+def test_fault_scenario_detects_an_actor_that_reports_one_weight_version_for_a_whole_answer(tmp_path: Path) -> None:
     assert "a span of version" in " ".join(episodes_killed.play(0, tmp_path, mutant="newest", kills=0).broken)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_replaced_trainer_without_a_fence_commits_its_checkpoint(tmp_path: Path) -> None:
+def test_without_the_fence_a_replaced_trainer_still_commits_its_checkpoint(tmp_path: Path) -> None:
     for seed in range(2):
         verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"

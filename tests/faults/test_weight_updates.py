@@ -183,7 +183,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
                 assert len(anew) == 1, "one generation for the membership, one more without the dead"
                 detections.append(asked - killed[0])
                 reforms.append(answered - asked)
-            else:  # it died after the last bytes: only its commit fails, and the others need no new group
+            else:  # the engine died after the last bytes: only its commit fails, and the others need no new group
                 assert report.failed[victim].startswith("did not commit"), report
                 detections.append(ended - killed[0])
             fleet.engines = [*survivors, fleet.nursery.born()]

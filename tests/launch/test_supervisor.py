@@ -334,7 +334,7 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_exception_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
+def test_exception_in_the_tick_callback_stops_all_processes(tmp_path: Path) -> None:
     seen: list[int] = []
     supervisor: Supervisor
 

@@ -239,7 +239,7 @@ def test_spelled_control_token_is_tracked_through_template_filters(change: str, 
     assert made.decode(ids) == f"<|im_start|>user\n{shown}<|im_end|>"
 
 
-def test_untrackable_control_token_spelling_is_rejected_with_its_place() -> None:
+def test_untrackable_control_token_spelling_is_rejected_with_its_position() -> None:
     tokenizer, made = refitted(OPENED % "'x' if '<|' in messages[0].content else messages[0].content")
     for content in ("a <| b", "ab"):
         assert made.encode_chat([Message("user", content)]) == own(tokenizer, [Message("user", content)])
@@ -282,7 +282,7 @@ def test_control_token_produced_by_a_normalizer_stays_text() -> None:
     assert guarded(tokenizer).encode_chat(messages).count(end) == 1
 
 
-def test_private_characters_cannot_stand_for_control_tokens() -> None:
+def test_private_use_characters_cannot_stand_for_control_tokens() -> None:
     everything = "".join(map(chr, chain(range(0xF0000, 0xF0010), range(0x100000, 0x100010))))
     assert chat("chatml").encode_chat([Message("user", everything)]) == own(
         raw("chatml"), [Message("user", everything)]

@@ -328,7 +328,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_text_decoder_shows_special_tokens_or_ids_without_a_tokenizer(tmp_path):
+def test_text_decoder_shows_special_tokens_and_shows_ids_if_there_is_no_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

@@ -367,7 +367,7 @@ def test_discount_counts_tokens_from_the_end_of_each_turn():
     np.testing.assert_allclose(got, [sum(0.5 ** (s - t) * earned[s] for s in range(t, 6)) for t in range(6)])
 
 
-def test_turn_without_tokens_credits_the_tokens_before_it():
+def test_reward_of_a_turn_without_tokens_is_credited_to_the_tokens_before_it():
     episodes = [[(2, 0.0), (0, 1.0), (1, 0.5)], [(0, 3.0), (2, 0.0)], [(1, 0.0)], [(1, 0.0)], [(1, 0.0)]]
     got = credited(RewardToGo(credit=Credit.TURNS), np.array([1.5, 3.0, 0, 0, 0]), episodes=episodes)
     np.testing.assert_allclose(got, [1.5, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])

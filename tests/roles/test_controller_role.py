@@ -254,7 +254,9 @@ def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
-def test_new_run_gets_a_number_if_its_name_is_taken_at_the_location(config: RunConfig, tmp_path: Path) -> None:
+def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
+    config: RunConfig, tmp_path: Path
+) -> None:
     begun(config)
     shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
     path, _ = begun(config)
@@ -366,7 +368,7 @@ def test_resume_is_rejected_if_two_places_hold_checkpoints_of_the_run(config: Ru
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         controller_role.directory_of(url_of(config))
-    store.copy(save(store, 6))  # a newer checkpoint than here, as another machine would copy it
+    store.copy(save(store, 6))  # another machine copies a newer checkpoint than this one has
     shutil.rmtree(path / "checkpoints" / "step-000006")
     with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
         controller_role.directory_of(str(path))

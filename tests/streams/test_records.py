@@ -318,7 +318,7 @@ def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float
 # --- further columns -------------------------------------------------------------------------------------------------
 
 
-def test_additional_columns_survive_without_changing_the_group() -> None:
+def test_additional_columns_survive_a_round_trip_without_changing_the_group() -> None:
     columns = {
         "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
         "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),

@@ -49,7 +49,7 @@ RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
 def batch_of(number: int) -> list[RolloutGroup]:
-    """Return seven ragged groups of three; one has equal rewards. Token 0 is torch's padding."""
+    """Return seven groups of three rollouts of different lengths; one has equal rewards. Token 0 is torch's padding."""
     draw, made = rng.generator(number, "epochs"), []
     for index in range(7):
         rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))

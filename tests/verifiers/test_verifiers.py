@@ -200,7 +200,7 @@ def test_answer_that_crashes_the_math_comparison_is_wrong(
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_truth_crashes_it_too() -> None:
+async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_crashes_it_too() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 

@@ -42,7 +42,7 @@ class LazyStream:
         self.exits += 1
 
     def to_host(self, data: torch.Tensor) -> Landed:
-        """Copy `data` late, into the buffer of the copy before the last one."""
+        """Return a copy that is made late, into the buffer that the copy before the last one used."""
         slot = self._pinned.pop(0)
         slot = slot if slot.numel() >= data.numel() else torch.empty(data.numel(), dtype=torch.uint8)
         self._pinned.append(slot)

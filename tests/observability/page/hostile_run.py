@@ -70,7 +70,7 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 def long_silent(run_dir: Path) -> Path:
-    """Make every event a minute older: a run that has just written does not yet count as killed."""
+    """Make every event a minute older, since a run that has just written an event does not yet count as killed."""
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))

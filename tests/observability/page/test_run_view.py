@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_resumed_run_clears_its_end_state_and_the_steps_it_repeats() -> None:
+def test_view_of_a_resumed_run_drops_its_earlier_end_and_the_repeated_steps() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})

@@ -65,7 +65,7 @@ def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_plain_columns_rounds_each_column_as_plain_does() -> None:
+def test_plain_columns_function_rounds_each_column_like_the_plain_function() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
@@ -99,7 +99,7 @@ def test_metric_is_nan_before_it_first_appears_and_excess_metrics_are_dropped() 
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_rounds_values_to_significant_digits() -> None:
+def test_plain_function_rounds_values_to_significant_digits() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

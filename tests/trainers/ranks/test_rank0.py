@@ -60,7 +60,7 @@ def test_commands_after_the_loss_of_a_rank_raise() -> None:
         ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
 
 
-def test_closing_the_iterator_early_waits_for_the_verb_in_progress() -> None:
+def test_closing_the_result_iterator_early_waits_for_commands_in_progress() -> None:
     told: list[str] = []
 
     def begun() -> Iterator[Callable[[], int]]:

@@ -117,7 +117,9 @@ def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch)
 
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("precision", Precision)
-def test_passes_use_weights_as_engines_hold_them(model_path, micro_batch, tmp_path, precision, rounding):
+def test_trainer_passes_use_the_rounded_weights_that_engines_serve(
+    model_path, micro_batch, tmp_path, precision, rounding
+):
     """The masters of a bf16 model are finer than the served weights."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path, precision=precision, rounding=rounding), micro_batch()

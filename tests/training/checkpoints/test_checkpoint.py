@@ -329,7 +329,7 @@ def test_trainer_whose_draft_a_later_trainer_removed_gets_a_fenced_error(
         first.commit(late)
 
 
-def test_claim_of_the_checkpoints_fails_if_a_newer_one_appeared_meanwhile(
+def test_claim_of_the_checkpoints_fails_if_a_newer_checkpoint_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -340,7 +340,7 @@ def test_claim_of_the_checkpoints_fails_if_a_newer_one_appeared_meanwhile(
         second.claim(2)
 
 
-def test_claim_of_the_checkpoints_fails_if_a_first_one_appeared_meanwhile(
+def test_claim_of_an_empty_checkpoint_store_fails_if_a_checkpoint_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores

@@ -169,7 +169,7 @@ def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> 
         assert again.num_segments == batch.num_segments
 
 
-def test_optimizer_steps_are_numbered_through_the_run() -> None:
+def test_optimizer_steps_are_numbered_consecutively_through_the_run() -> None:
     assert whole().optimizer_steps == range(12, 24)
 
 

@@ -196,7 +196,9 @@ def said(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_link_yields_the_first_answer_and_unsolicited_directives_in_order(stream: MemoryStream) -> None:
+async def test_controller_link_yields_the_first_answer_and_unsolicited_directives_in_order(
+    stream: MemoryStream,
+) -> None:
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
     assert said(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
@@ -207,7 +209,7 @@ async def test_link_yields_the_first_answer_and_unsolicited_directives_in_order(
     assert said([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_link_reads_rollouts_only_after_the_controllers_first_answer(
+async def test_controller_link_reads_rollouts_only_after_the_controllers_first_answer(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)

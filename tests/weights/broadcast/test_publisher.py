@@ -123,7 +123,7 @@ async def test_engines_join_the_group_and_get_the_layout_only_once(
     assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
 
 
-async def test_new_membership_forms_a_new_group(
+async def test_changed_set_of_engines_forms_a_new_group(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -241,7 +241,7 @@ async def test_parameters_that_differ_from_the_layout_are_not_broadcast(
     assert (await publisher.publish(publication(1, engines))).failed == {}
 
 
-async def test_generation_continues_during_a_slow_broadcast(
+async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     sending, release = threading.Event(), threading.Event()

@@ -258,7 +258,7 @@ async def test_engines_that_follow_announcements_get_no_request_unless_they_lack
 ) -> None:
     follows, asked = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
-    other = "http://127.0.0.1:1"  # no engine is there: a request to it would fail
+    other = "http://127.0.0.1:1"  # no engine listens there, so a request would fail
     announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:

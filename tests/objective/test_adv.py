@@ -108,7 +108,7 @@ def test_reward_without_parts_is_treated_as_a_single_part():
     np.testing.assert_allclose(decoupled([[] for _ in REWARDS]), whitened)
 
 
-def test_rollout_without_a_reward_part_is_excluded_from_the_parts_mean():
+def test_rollout_without_a_reward_part_is_excluded_from_the_mean_of_that_part():
     parts = [[("a", 1.0, 1.0)], [("a", 0.0, 1.0)], [("b", 5.0, 1.0)], [("b", 1.0, 1.0)], [], []]
     got = decoupled(parts, np.array([1.0, 0, 5, 1, 1, 1]))
     raw = np.array([1.0, -1, 1, -1, 0, 0])

@@ -525,7 +525,7 @@ def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group() -> N
     assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
 
 
-def test_group_refusal_survives_a_round_trip() -> None:
+def test_reason_for_which_a_filter_refused_a_group_survives_a_round_trip() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 

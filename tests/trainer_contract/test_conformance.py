@@ -389,7 +389,7 @@ def test_broken_trainer_fails_the_check_for_its_fault(check, verbs, spec, tmp_pa
     assert failed[check], "a failure gives its reason"
 
 
-def test_order_check_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
+def test_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)

@@ -44,7 +44,7 @@ def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_fenced_trainer_cannot_copy_its_checkpoint_over_a_later_epochs(
+def test_fenced_trainer_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     """The trainer copies step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""

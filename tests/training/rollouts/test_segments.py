@@ -345,7 +345,7 @@ def test_group_with_equal_totals_has_signal_for_turn_credit_if_turn_rewards_diff
         assert batcher.num_waiting == waits
 
 
-def test_branching_episode_passes_the_fault_check() -> None:
+def test_valid_branching_episode_is_not_reported_as_faulty() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert fault_of(made, vocab_size=VOCAB) == ""
     assert "token_ids must lie in" in fault_of(made, vocab_size=9)

@@ -80,7 +80,9 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
 @pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
 @settings(max_examples=25, deadline=None)
-def test_gradient_of_mixed_losses_is_the_sum_of_separate_batches(choice: str, seed: int, budget: int) -> None:
+def test_gradient_of_mixed_losses_is_the_sum_of_the_gradients_of_separate_batches(
+    choice: str, seed: int, budget: int
+) -> None:
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
     batch = build(groups, objective=objective, token_budget=budget, producing=1, losses=LOSSES)
     together = by_token(LOSSES.objective(objective), batch.micro_batches)

@@ -230,7 +230,7 @@ with probe._baits() as baits:
 """
 
 
-def test_process_that_is_killed_leaves_neither_control_groups_nor_bait_processes(where: Hierarchies) -> None:
+def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_processes(where: Hierarchies) -> None:
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None

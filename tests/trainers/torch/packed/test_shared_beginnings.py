@@ -115,7 +115,7 @@ def is_the_padded_one(path, batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_values_with_shared_prefixes_match_each_rollout_alone(model_path, shared, micro_batch):
+def test_values_with_shared_prefixes_match_those_of_each_rollout_computed_alone(model_path, shared, micro_batch):
     trainer = started(model_path("qwen2"), head=Head.VALUE)
     with torch.no_grad():
         for parameter in trainer._worker.unwrapped.value_head.parameters():

@@ -70,9 +70,9 @@ registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # typ
 
 @final
 class Fuse:
-    """A signal that a process sends itself on another's command, in three shared bytes.
+    """Shared memory by which one process makes another send itself a signal at a chosen point.
 
-    The bytes are the operation, the number of points to pass before the signal, and the signal.
+    Its three bytes are the operation, the number of points to pass first, and the signal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                # Sent to the whole process, the signal could reach another thread, and this thread would run on.
+                # Signal this thread: a signal to the whole process could reach another thread first.
                 signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1

@@ -36,7 +36,7 @@ def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the whole group, so the trainers die too
+        os.killpg(process.pid, signal.SIGKILL)  # kill the whole process group, so that the trainers die too
         process.communicate()
 
 

@@ -6,7 +6,7 @@ effects are lost when it dies. Deaths are exceptions at points drawn from a seed
 
     by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
     ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
-    ack after the checkpoint   claim ─ train ─ checkpoint ─ acknowledge                                       doubles
+    ack after the checkpoint   claim ─ train ─ checkpoint ─ acknowledge                                       repeats
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
     fleet: Fleet, kills: int
 ) -> None:
     """The other engines form a new generation at once and serve the version; no token mixes versions."""
-    # The short form allows some seconds, since the machine may be busy; the long form runs alone and gives the figures.
+    # The fast test allows 10 s more, since the machine may be busy; the slow test runs alone and allows only 1 s more.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []

@@ -115,7 +115,7 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
 
 
 def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path: Path) -> None:
-    """One process dies after both have started; one death is counted."""
+    """One of two processes dies after both have started, which counts as one death."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -137,7 +137,7 @@ def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path:
 
 
 def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_path: Path) -> None:
-    """A process of the group had reported that all work was done, and then failed."""
+    """Rank 1 has finished its work when rank 0, which belongs to the same trainer, fails; both are restarted."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (
@@ -553,7 +553,7 @@ def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_pat
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
     """Return the supervisor and engines of a launch on `count` GPUs, before any process is started.
 
-    Its announcements, and the names of the engines that it gives up, are appended to the two lists that follow.
+    The two lists receive its announcements, and the names of the engines that it gives up.
     """
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})

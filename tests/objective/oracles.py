@@ -77,7 +77,7 @@ def clipped(ratio: Tensor, advantage: float, low: float = 0.8, high: float = 1.2
 
 
 def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tensor]) -> Tensor:
-    """Return the mean over groups of the mean over their rollouts."""
+    """Return the mean over groups of the mean of `term` over the group's rollouts."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -88,7 +88,7 @@ def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tenso
 def per_token(
     groups: Groups, denominator: Callable[[list[Sequence], Sequence], float], term: Callable[..., Tensor]
 ) -> Tensor:
-    """Return Σ of term(group, rollout, t) / denominator(group, rollout)."""
+    """Return the sum over all tokens t of term(group, rollout, t) / denominator(group, rollout)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -166,7 +166,7 @@ def llamarl(groups: Groups) -> Tensor:
 
 
 def topr(groups: Groups) -> Tensor:
-    """J = Σ_{good} A·log π(o) + Σ_{bad} [π/μ]_0^1·A·log π(o)."""
+    """J = Σ_{A ≥ 0} A·log π(o_i) + Σ_{A < 0} c·A·log π(o_i), where c is r_i clipped to [0, 1]."""
 
     def term(group: list[Sequence], one: Sequence) -> Tensor:
         advantage = centred(group, one)
@@ -231,7 +231,7 @@ def dapo(groups: Groups) -> Tensor:
 
 
 def dr_grpo(groups: Groups) -> Tensor:
-    """J = 1/(G·256) Σ Σ min(r·A, clip(r)·A), A without the standard deviation."""
+    """J = 1/(G·256) Σ Σ min(r·A, clip(r)·A), A = R − mean."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups, lambda group, one: size, lambda group, one, t: clipped(token_ratio(one, t), centred(group, one))
@@ -239,7 +239,7 @@ def dr_grpo(groups: Groups) -> Tensor:
 
 
 def gspo(groups: Groups) -> Tensor:
-    """J = 1/G Σ min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A), s the geometric mean."""
+    """J = 1/G Σ min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A), s the geometric mean of the rollout's r."""
     return per_rollout(
         groups,
         lambda group, one: clipped(
@@ -249,7 +249,7 @@ def gspo(groups: Groups) -> Tensor:
 
 
 def luspo(groups: Groups) -> Tensor:
-    """J = 1/G Σ |o_i|·min(s·A, clip(s, 1 − 2e-3, 1 + 2.5e-3)·A)."""
+    """J = 1/G Σ |o_i|·min(s·A, clip(s, 1 − 2e-3, 1 + 2.5e-3)·A), s as in `gspo`."""
     return per_rollout(
         groups,
         lambda group, one: (
@@ -354,7 +354,7 @@ def _divergence(one: Sequence, t: int, advantage: float, bound: float) -> Tensor
 
 
 def dppo_tv(groups: Groups) -> Tensor:
-    """J = 1/(G·256) Σ Σ M·r·A with the bound 0.15."""
+    """J = 1/(G·256) Σ Σ M·r·A, with the mask M of `_divergence` for the bound 0.15."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups, lambda group, one: size, lambda group, one, t: _divergence(one, t, centred(group, one), 0.15)
@@ -362,7 +362,7 @@ def dppo_tv(groups: Groups) -> Tensor:
 
 
 def prime_rl(groups: Groups) -> Tensor:
-    """J = mean over tokens of M·r·A − 0.001·log²(π/μ) with the bound 0.2."""
+    """J = mean over tokens of M·r·A − 0.001·log²(π/μ), with the mask M of `_divergence` for the bound 0.2."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         penalty = 0.001 * (one.theta[t] - one.mu[t]) ** 2
@@ -393,7 +393,7 @@ def cfpo(groups: Groups) -> Tensor:
 
 
 def vespo(groups: Groups) -> Tensor:
-    """J = 1/Σ|o| Σ Σ sg[W^k·e^(λ(1 − W))]·A·log π; (k, λ) = (2, 3) where A ≥ 0, else (3, 2)."""
+    """J = 1/Σ|o| Σ Σ sg[W^k·e^(λ(1 − W))]·A·log π, W = r_i; (k, λ) = (2, 3) where A ≥ 0, else (3, 2)."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         advantage, ratio = normalised(group, one), sequence_ratio(one).item()

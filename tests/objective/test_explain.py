@@ -1,4 +1,4 @@
-"""Token factors from `explain`, against hand-computed numbers and the training gradient."""
+"""The factors of each token's gradient that `explain` reports, against manual numbers and the training gradient."""
 
 from __future__ import annotations
 

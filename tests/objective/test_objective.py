@@ -1,4 +1,4 @@
-"""The objective against slow reference code, automatic differentiation, and invariance to packing, split and order."""
+"""The objective, compared with slow reference code and automatic differentiation, in any packing, split and order."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Every preset against its paper's surrogate, written as loops and differentiated by torch, in numpy, torch and JAX."""
+"""Every preset, in numpy, torch and JAX, against its paper's surrogate (loops that torch differentiates)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_unwritable_checkpoint_location_does_not_stop_a_new_run(
 
 
 def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
-    """The new run's first checkpoint would delete copies of later steps, as after a resume from an earlier step."""
+    """Otherwise the new run's first checkpoint would delete the copies of all later steps."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
@@ -155,7 +155,7 @@ def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(t
 async def test_new_run_does_not_take_the_streams_of_a_live_run_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this timeout
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
@@ -207,7 +207,7 @@ async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_p
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences the first
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences `first`
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)

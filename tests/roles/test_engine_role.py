@@ -37,7 +37,8 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
     await role
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in the engine's thread
+# The engine stops by an error in its own thread, about which pytest warns.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_engine_process_ends_when_its_engine_stops_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The tracker's process never disturbs a run, and no figure is lost or duplicated."""
+"""The tracker's process never disturbs a run, and no metric value is lost or duplicated."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _WAITS_FOR_OTHERS_S: Final = 1.0
 #: The server that runs idle for comparison: it starts soonest, and the speed of its answers depends on the machine
 #: alone.
 _IDLE: Final = "parameter server"
-#: Bytes. The server may reject a longer body and close the connection before it has read all of it, so the client may
-#: miss the answer.
+#: The most bytes of a body with which the client always gets an answer. The server may reject a longer body and close
+#: the connection before it has read all of it.
 _MOST_UNREAD: Final = 65536
 #: Number of clients, each with one connection. They share one seeded stream of requests.
 _CLIENTS: Final = 4

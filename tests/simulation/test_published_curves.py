@@ -48,7 +48,8 @@ _A4_UTILISATION: Final = 3 * 26.02 / 128
 
 _TRAINER_CHIPS: Final = 256  # the chips of a v5p-512 slice
 _ENGINE_CHIPS: Final = 4  # assumed: each engine is one host
-_RLAX_BATCH, _RLAX_GROUP, _RLAX_PROMPT, _RLAX_MEDIAN = 1024, 16, 500, 8000.0  # assumed
+#: Assumed: the rollouts of a step and of a group, and the tokens of a prompt and of the median answer.
+_RLAX_BATCH, _RLAX_GROUP, _RLAX_PROMPT, _RLAX_MEDIAN = 1024, 16, 500, 8000.0
 _CONTEXT: Final = 16_384
 #: The cost of a training step, relative to one that takes the time of three forward passes. §5.1: the trainer also
 #: recomputes all activations and the old log-probs, which takes two more.

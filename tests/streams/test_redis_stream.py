@@ -53,9 +53,8 @@ async def connected(
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
     await asyncio.sleep(0.05)  # let the producers meet the closed connection
-    os.waitid(
-        os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-    )  # a busy machine may need longer; `start` would then see a live server
+    # On a busy machine the server dies later, and until then `start` would take it for a live one.
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     server.start()
 
 

@@ -1,4 +1,4 @@
-"""Batches of several optimizer steps, against PPO written out, on every backend; and how such batches end early."""
+"""Batches of several optimizer steps: compared with a plain PPO loop on every backend, and ended early."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train with PPO written out; return loss (without clipped tokens) and gradient norm of each optimizer step."""
+    """Train with a plain PPO loop; return loss (without clipped tokens) and gradient norm of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )

@@ -137,7 +137,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     assert compared == 12 + 4, "each sampled token once"
 
 
-@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram serves rounded weights
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # only torch: the bigram serves rounded weights
 def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
     """The recomputation and the gradient pass use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)

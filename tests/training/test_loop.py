@@ -484,7 +484,7 @@ async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path)
         await made.heard(Checkpointed)
         latest = made.store.latest()
         expected = 2.0
-        for reward in (0.0, 1.0, 0.0, 1.0):  # of the groups 0 and 1, in the order of their rollouts
+        for reward in (0.0, 1.0, 0.0, 1.0):  # the rewards of groups 0 and 1, rollout by rollout
             expected = 0.95 * expected + 0.05 * reward
         assert latest is not None and latest[1].baselines == {"test": pytest.approx(expected)}
 

@@ -144,7 +144,7 @@ async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer)
 async def test_endless_expression_times_out_and_the_next_answer_is_judged():
     verifier = MathAnswer(deadline_s=4.0)
     try:
-        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts the worker
+        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts a worker
         ticks, ticking = 0, True
 
         async def tick():

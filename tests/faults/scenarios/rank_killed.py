@@ -1,8 +1,9 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
 Each seed is one real run with five kills of a random rank at random moments. After each, the other rank must end, and
-both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number of
-groups. Deaths noticed within a second are counted but not required, because they depend on the machine's load.
+both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained
+`GROUPS_IN_A_STEP` groups. Deaths noticed within a second are counted but not required, because they depend on the
+machine's load.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
-        # A mutant is suspended when its checkpoint is durable; before that, a slow disk could let it be fenced too
-        # early.
+        # Suspend a mutant only once its checkpoint is durable: from an earlier point, a slow disk could delay its
+        # commit until after it is fenced.
         operation = "durable" if mutant else str(random.choice(POINTS))
         patience_s = PATIENCE_S if mutant else 2.0
         points = int(random.integers(6))
@@ -177,7 +177,7 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
     """Yield a sentence for each effect of the fenced trainer after `seen`, other than a checkpoint."""
-    told = _told(cluster)[seen.events :]  # read events first, so that the report of each is already witnessed
+    told = _told(cluster)[seen.events :]  # read the events first: each report is witnessed before its event
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
         version = event["model_version"]

@@ -370,7 +370,7 @@ def question_of(url: str) -> tuple[str, dict[str, str]]:
 
 
 def test_link_followed_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
-    """The link is followed after the first drawing and before its effects."""
+    """The link is followed after the page is first drawn and before the effects of that drawing run."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
         page.reload()

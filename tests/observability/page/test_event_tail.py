@@ -1,4 +1,4 @@
-"""Each complete line of an event log is read once, also if the file grows or is replaced."""
+"""Each complete line of an event log is read once, even if the file grows or is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's view: current state, undone steps, bounded memory, and malformed events."""
+"""The live page's view of a run: current state, undone steps, bounded memory, and malformed events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step columns keep every outlier, merged or not, in bounded memory and across resumes."""
+"""The table of step metrics keeps every outlier, even in merged rows, in bounded memory and across resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker receives each figure once, even if its process is killed or the run resumes from a checkpoint."""
+"""A tracker receives each metric value once, even if its process is killed or the run resumes from a checkpoint."""
 
 from __future__ import annotations
 

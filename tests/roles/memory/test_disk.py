@@ -1,4 +1,4 @@
-"""Machine-dependent defaults are resolved from the memory's size and recorded."""
+"""Defaults that depend on the machine's memory are computed when a run starts, and recorded in its recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled layers against uncompiled ones: whole, with checkpoints, with adapters, and with masters on the host."""
+"""Compiled layers against uncompiled ones, also with gradient checkpointing, adapters, and masters on the host."""
 
 import numpy as np
 import pytest

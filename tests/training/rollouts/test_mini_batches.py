@@ -1,4 +1,4 @@
-"""Mini-batching: each group once per epoch, similar numbers of tokens per mini-batch, deterministic by its keys."""
+"""Mini-batches: each group is in one per epoch, all have similar numbers of tokens, and seeds determine the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout reader and the controller link: checkpoint offsets lose no untrained group, and later epochs fence."""
+"""The rollout reader and the controller link: offsets lose no untrained group, and later epochs fence earlier ones."""
 
 from __future__ import annotations
 

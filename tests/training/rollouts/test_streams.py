@@ -1,4 +1,4 @@
-"""Several losses in one batch: the gradient is the sum of separate batches, each with its own denominator."""
+"""Several losses in one batch: its gradient is the sum of those of separate batches, each with its own denominator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups form, fail and re-form within their deadlines, on the chosen address."""
+"""Weight groups form, fail and re-form within their deadlines, at the chosen address."""
 
 from __future__ import annotations
 

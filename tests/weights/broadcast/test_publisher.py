@@ -200,7 +200,7 @@ async def test_unreachable_engine_is_reported_and_the_others_are_updated(
 async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """Uses more publications than the 16 joins that an engine keeps pending."""
+    """The test makes more publications than the 16 joins that an engine keeps pending."""
     for version in range(1, 21):
         report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
         assert set(report.pauses_s) == set(engines), report.failed

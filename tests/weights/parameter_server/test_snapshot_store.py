@@ -1,4 +1,4 @@
-"""Persistent copies: intact bytes or an error, in a directory and behind a URL."""
+"""Persistent copies of weights: reading gives the saved bytes or an error, in a directory and behind a URL."""
 
 from __future__ import annotations
 

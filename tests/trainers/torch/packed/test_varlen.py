@@ -82,7 +82,7 @@ def test_kernel_without_grouped_query_attention_gets_repeated_key_heads(kv_heads
 
 
 def attended(plan, drawn, cotangent, window):
-    """Return attention, and the gradients of query, key and value."""
+    """Return the output of attention, and the gradients of query, key and value."""
     out, _ = attend(torch.nn.Identity(), *drawn, None, segments=plan, scaling=0.4, sliding_window=window)
     return out, *torch.autograd.grad(out, drawn, cotangent)
 
@@ -149,7 +149,7 @@ def test_varlen_step_with_checkpointing_matches_buckets(name, model_path, shared
 
 
 def test_two_processes_that_share_a_micro_batch_match_one(model_path, shared):
-    """The processes are threads with gloo between them; a gradient is the sum of theirs."""
+    """The processes are threads with gloo between them; each gradient is summed over both."""
     model, store = loaded(model_path("qwen3")), dist.HashStore()
 
     def process(place):
@@ -184,6 +184,6 @@ def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branchin
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
 def test_torch_varlen_kernel_matches_buckets_on_a_gpu(shape):
-    """In bf16, within 5e-2 of the largest value; the trial covers windows, shared prefixes and gradients."""
+    """Results in bf16 match within 5e-2 of the largest value; the trial has windows, shared prefixes and gradients."""
     heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
     assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

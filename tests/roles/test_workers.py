@@ -235,10 +235,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
-    """Take steps on rollouts with tokens of the last k versions; return the metrics of each step.
-
-    The weight history stores each version before the version samples.
-    """
+    """Take steps on rollouts with tokens of the last k versions, each kept in the weight history before it samples."""
     objective, told = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)

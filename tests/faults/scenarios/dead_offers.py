@@ -65,10 +65,7 @@ def _hanging_up() -> Iterator[str]:
 
 
 def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0) -> Verdict:
-    """Compare the speed before, during and after `offers` registrations of dead engines; then add a working engine.
-
-    The working engine joins during as many further registrations, which are spread over `within_s` seconds.
-    """
+    """Compare the speed before, during and after `offers` registrations of dead engines; then add a working engine."""
     draw, path, broken = generator(seed, "dead offers"), directory / "run", list[str]()
     with ExitStack() as stack:
         run = stack.enter_context(launched(endless_run(path, *_STEADY), path))

@@ -173,7 +173,7 @@ def test_piecewise_measures_of_the_output_distribution_agree_with_the_definition
 
 
 def test_measuring_the_output_distribution_does_not_change_the_bits_of_logprobs():
-    """If the bits changed, the ratio between the gradient pass and the forward pass would not start at 1."""
+    """With other bits, the ratio between the gradient pass and the forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
     alone, beside = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]

@@ -172,7 +172,7 @@ async def test_call_to_a_hanging_server_fails_at_the_deadline_and_later_calls_wo
 
 
 async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
-    """If later payloads had been appended, a retry would skip the refused one, because its id would be too low."""
+    """Later payloads must not be appended: a retry would then skip the refused one, because its id would be too low."""
     async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)

@@ -66,7 +66,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
     ("views", "devices", "local_rank", "indices"),
     [
         ([1, 2, 3], 1, None, [0, 0, 0]),  # as the launcher starts them: each rank sees its own GPU
-        ([1, 1, 1], 4, None, [0, 1, 2]),  # started by hand on one host
+        ([1, 1, 1], 4, None, [0, 1, 2]),  # started manually on one host
         ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # on two hosts
         ([1, 2, 1], 2, None, [0, 0, 1]),  # ranks of two hosts in turn
         ([1, 1], 4, 3, [3, 3]),

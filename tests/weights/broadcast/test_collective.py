@@ -194,7 +194,7 @@ def _target(link: Path) -> str:
 
 
 def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous: Rendezvous) -> None:
-    """If the rank stayed in the group, rank 0 would wait until its deadline."""
+    """Rank 0 would wait until its deadline if the failed rank stayed in the group."""
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)

@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_on_host_returns_the_values_and_none_while_jax_compiles():
+def test_on_host_returns_values_outside_and_none_inside_a_jax_compilation():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")

@@ -31,7 +31,7 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 class Done(NamedTuple):
-    """How a command ended: its exit status and its output."""
+    """The result of a command: its exit status and its output."""
 
     status: int
     out: str

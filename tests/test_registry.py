@@ -9,7 +9,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.registry import RegistryEntry
 
 TABLES = {"engine": registry.ENGINES, "trainer": registry.TRAINERS, "verifier": registry.VERIFIERS}
-#: Excludes entries that other tests register when they are imported.
+#: The project's own components, without those that other tests register when they are imported.
 OURS = [(kind, name) for kind, table in TABLES.items() for name, each in table.items() if "tests." not in each.target]
 
 

@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def locked(*files: str) -> dict[str, str]:
-    """Return the locked version of each package, by name, from these files."""
+    """Return the version of each package, by its name, that these lock files pin."""
     pins: dict[str, str] = {}
     for file in files:
         text = (ROOT / "requirements" / f"{file}.txt").read_text()

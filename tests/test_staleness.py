@@ -22,7 +22,7 @@ def test_rollout_is_accepted_if_at_most_k_versions_old() -> None:
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
 
 
-def test_on_policy_bounds_issue_one_step_of_prompts_and_then_wait() -> None:
+def test_with_on_policy_bounds_prompts_are_issued_for_one_step_at_a_time() -> None:
     bounds = PRESETS["on_policy"]
     issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2

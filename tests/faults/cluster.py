@@ -1,7 +1,8 @@
-"""`Cluster`: the real roles of a small run, each in a process that can be killed and restarted at once.
+"""`Cluster`: the real roles of a small run, each in a process that can be killed and restarted quickly.
 
-The processes are forked from one that has imported everything, so a restart takes a fraction of a second. Streams
-(`appendfsync everysec`), HTTP, gloo and checkpoints are real; the model is an untrained bigram, judged by a coin.
+The processes are forked from a process that has imported everything, so a restart takes a fraction of a second. Streams
+(`appendfsync everysec`), HTTP, gloo and checkpoints are real; the model is an untrained bigram, and its answers
+are judged at random.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def model() -> Path:
 
 
 def recipe(seed: int) -> dict[str, Any]:
-    """Return the recipe of a run without end: four groups per step, a checkpoint every other step."""
+    """Return the recipe of a run that is longer than any test: four groups per step, a checkpoint every other step."""
     return {
         "run": {"name": "chaos", "seed": seed, "steps": 100_000},
         "model": {"path": str(model())},
@@ -66,7 +67,7 @@ def recipe(seed: int) -> dict[str, Any]:
 
 @final
 class Cluster:
-    """The roles of one run; create it with `running`."""
+    """The processes of one run's roles; create a cluster with `running`."""
 
     def __init__(self, directory: Path, *, recipe: Mapping[str, Any], mutant: str, engines: Sequence[str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ class Cluster:
                 self.start(name)
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
-        """Start the role's process, which must not be alive; with `stopped_at`, it stops itself (SIGSTOP) there."""
+        """Start a role's process, which must not be alive; it suspends itself (SIGSTOP) at `stopped_at`, if given."""
         self.fuses[name].put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
@@ -110,7 +111,10 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """Kill the process at this point of `operation`, or after `grace_s`; return True if it reached the point."""
+        """Kill the process once it has passed `points` points of `operation`, or after `grace_s` seconds.
+
+        Return True if the process got that far.
+        """
         process = self.processes[name]
         self.fuses[name].light(operation, points)
         process.join(grace_s)
@@ -120,7 +124,7 @@ class Cluster:
         return reached
 
     def kill_server(self) -> list[dict[str, Any]]:
-        """Kill and restart the stream server; return the groups acknowledged before, read while it is down."""
+        """Kill and restart the stream server; return the groups that it had acknowledged before it died."""
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
         made = self.witnessed("made")
@@ -128,12 +132,12 @@ class Cluster:
         return made
 
     def events(self, kind: str = "") -> list[Event]:
-        """Return the events so far, of this kind or of all kinds."""
+        """Return the events that the run has logged so far: those of this kind, or all if `kind` is empty."""
         path = self.directory / "events.jsonl"
         return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
 
     def witnessed(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of a witness file, such as `made` or `trained`."""
+        """Return the records of a witness file (see role_process.py), such as `made` or `trained`."""
         path = self.directory / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
@@ -150,7 +154,7 @@ class Cluster:
         timeout_s: float = PATIENCE_S,
         statuses: Collection[int] = (),
     ) -> None:
-        """Wait until `reached` returns true; fail on a timeout, or if a role's status is not in `statuses`."""
+        """Wait until `reached` returns true; fail on a timeout, or if a role ends with a status not in `statuses`."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
@@ -177,7 +181,7 @@ class Cluster:
 def running(
     directory: Path, *, seed: int, mutant: str = "", engines: Sequence[str] = ("engine",), **sections: Any
 ) -> Iterator[Cluster]:
-    """Yield a running cluster; `mutant` is the flawed design of a role, and `sections` replace those of `recipe`."""
+    """Yield a running cluster; `mutant` names a flawed design of one role, `sections` replace sections of `recipe`."""
     cluster = Cluster(directory, recipe=recipe(seed) | sections, mutant=mutant, engines=engines)
     try:
         cluster.begin()

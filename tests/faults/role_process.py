@@ -70,7 +70,10 @@ registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # typ
 
 @final
 class Fuse:
-    """Three bytes shared by two processes: an operation, the number of points until the signal, and the signal."""
+    """Shared memory by which one process makes another send itself a signal at a chosen point.
+
+    Its three bytes are the operation, the number of points to pass first, and the signal.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Make the process send itself the signal at `operation`, after `points` further points."""
+        """Make the process send itself the signal at `operation`, after it has passed `points` more of its points."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
@@ -92,7 +95,7 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                # A signal to the whole process could reach another thread while this one continues for a moment.
+                # Signal this thread: a signal to the whole process could reach another thread first.
                 signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1
@@ -214,9 +217,9 @@ class Mortal:
 
 @final
 class SharedReader:
-    """A rollout reader for the flawed trainers: a consumer group takes the place of the checkpoint's offset.
+    """A rollout reader for the flawed trainers: it reads through a consumer group, not from the checkpoint's offset.
 
-    Entries are acknowledged when they are read (`early`), or when a checkpoint contains them.
+    It acknowledges entries as soon as it has read them (`early`), or only when a checkpoint contains them.
     """
 
     early = True
@@ -263,19 +266,19 @@ def acknowledge_before_training() -> None:
 
 
 def acknowledge_after_checkpoint() -> None:
-    """Install a mutant that acknowledges after a checkpoint and keeps no record of ended orders."""
+    """Install a trainer that acknowledges groups only after a checkpoint and keeps no record of ended orders."""
     SharedReader.early = False
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
 def claim_nothing() -> None:
-    """Install a mutant that writes checkpoints without a claim to the directory."""
+    """Install a trainer that commits checkpoints even after another trainer has claimed the directory."""
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
 def name_the_newest_version() -> None:
-    """Install a mutant that names the newest version as the one that sampled the whole answer."""
+    """Install an actor that records the newest version as the one that sampled the whole answer."""
     honest = episode._turn
 
     def turn(choice: Any, context: Any) -> Turn:
@@ -296,7 +299,7 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
 
 
 async def control(identity: process.Identity) -> None:
-    """Run the controller; it continues where the previous one died, as after a restart by the launcher."""
+    """Run the controller; after a kill it continues from its journal, as when the launcher restarts it."""
     died_before = (identity.run_dir / "events.jsonl").exists()
     await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
 
@@ -311,7 +314,7 @@ ROLES: Mapping[str, Any] = {
 
 def play_role(seat: GroupEndpoint) -> None:
     """Run one role's process, with its fuse and witness."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives the process that forked it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the process that forked this one
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -339,7 +342,7 @@ def play_role(seat: GroupEndpoint) -> None:
     def synced(directory: Path) -> None:
         fuse.point("checkpoint")
         sync(directory)
-        fuse.point("checkpoint")  # before the checkpoint is put in place
+        fuse.point("checkpoint")  # the files are written, but not yet renamed into place
         fuse.point("durable")
 
     def claimed(store: checkpoint.CheckpointStore, epoch: int) -> None:

@@ -60,7 +60,7 @@ def test_run_survives_a_disk_that_becomes_full_repeatedly(tmp_path: Path, run: i
 
 
 def test_earlier_checkpoints_survive_a_disk_that_is_full_at_any_byte_of_a_save(tmp_path: Path) -> None:
-    """A limit on file sizes, at twenty places within a checkpoint, simulates the disk."""
+    """A limit on file sizes stands in for the full disk; it is reached at twenty places within a checkpoint."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
     padding = 2**16
     save(store, 1, padding=padding)

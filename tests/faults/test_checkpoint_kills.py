@@ -36,7 +36,7 @@ def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the whole group, so the trainers die too
+        os.killpg(process.pid, signal.SIGKILL)  # kill the whole process group, so that the trainers die too
         process.communicate()
 
 
@@ -82,7 +82,7 @@ def seconds_per_checkpoint(store: CheckpointStore) -> float:
 
 
 def newest_whole(directory: Path, into: Path) -> int:
-    """Return the newest version; assert that all checkpoints and the newest copy are whole, each of one version."""
+    """Return the newest version; assert that each checkpoint and the newest copy is complete and of one version."""
     store, copies = store_in(directory)
     for path in store.all():
         state = load(path)  # raises if the checkpoint cannot be loaded

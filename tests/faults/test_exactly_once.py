@@ -6,7 +6,7 @@ effects are lost when it dies. Deaths are exceptions at points drawn from a seed
 
     by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
     ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
-    ack after the checkpoint   claim ─ train ─ checkpoint ─ acknowledge                                       doubles
+    ack after the checkpoint   claim ─ train ─ checkpoint ─ acknowledge                                       repeats
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDLE_S = 0.05
 
 
 class Death(Exception):
-    """The death of a process."""
+    """Raised at a point where a simulated process dies."""
 
 
 #: This many empty polls in a row take longer than the time until an unacknowledged entry can be claimed again.
@@ -212,7 +212,7 @@ class Run:
 
 
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
-    """Return the numbers of lost orders and of orders trained more than once, each as one entry per seed."""
+    """Run the toy pipeline with several seeds; return for each the numbers of lost orders and of repeated orders."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     found = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in found], [doubled for _, doubled in found]

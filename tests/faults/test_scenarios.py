@@ -29,8 +29,8 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
     assert tally.broken == [], "\n".join(tally.broken)
 
 
-#: Slow scenarios whose short form is elsewhere: for dead engines in tests/weights/broadcast/test_publisher.py and
-#: test_api.py, for a killed and resumed run in tests/end_to_end/test_live_run.py.
+#: Scenarios that are too slow for `make test`. Faster tests of the same promises: for dead engines,
+#: tests/weights/broadcast/test_publisher.py and test_api.py; for a killed run, tests/end_to_end/test_live_run.py.
 TOLD_ELSEWHERE = {
     name: [pytest.mark.slow]
     for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
@@ -69,7 +69,7 @@ COUNTED_TWICE = "its account counts orders twice"
 
 
 def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
-    """Return the verdict of the first of a few seeds that catches a mutant, which depends on the moment of a death."""
+    """Play a few seeds, and return the verdict of the first that catches the mutant; a seed may miss it by chance."""
     for seed in range(4):
         verdict = attempt(seed)
         if verdict.figures[figure] or (figure == "trained twice" and COUNTED_TWICE in " ".join(verdict.broken)):
@@ -77,7 +77,7 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
     raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
 
 
-#: The short form, without processes, is tests/faults/test_exactly_once.py.
+#: tests/faults/test_exactly_once.py is the fast version of this test, without processes.
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
@@ -92,13 +92,13 @@ def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_orders(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_fault_scenario_detects_an_actor_that_names_one_version_for_a_whole_answer(tmp_path: Path) -> None:
+def test_fault_scenario_detects_an_actor_that_reports_one_weight_version_for_a_whole_answer(tmp_path: Path) -> None:
     assert "a span of version" in " ".join(episodes_killed.play(0, tmp_path, mutant="newest", kills=0).broken)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_replaced_trainer_without_a_fence_commits_its_checkpoint(tmp_path: Path) -> None:
+def test_without_the_fence_a_replaced_trainer_still_commits_its_checkpoint(tmp_path: Path) -> None:
     for seed in range(2):
         verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"
@@ -125,7 +125,7 @@ with launched([], Path(sys.argv[1]) / "run", through=("sh", "-c", "exec sleep 10
 
 
 def test_launcher_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    """No `finally` clause runs when a test that exceeds its time limit is killed by a signal."""
+    """A test that exceeds its time limit is killed by a signal, so no `finally` clause of it ends the launcher."""
     playing = subprocess.Popen([sys.executable, "-c", _PLAYING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with playing:
         assert playing.stdout is not None

@@ -78,7 +78,7 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """Publish the next version to all engines; only those that serve it by the report stay proven."""
+        """Publish the next version to all engines; only those that serve it according to the report stay proven."""
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
@@ -120,7 +120,7 @@ class Fleet:
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
-        """Count the tokens of an answer, and record those of a version that their span does not name."""
+        """Count the tokens of an answer; record each that was sampled by another version than its span names."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
             rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
@@ -157,7 +157,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
     fleet: Fleet, kills: int
 ) -> None:
     """The other engines form a new generation at once and serve the version; no token mixes versions."""
-    # The short form allows some seconds, since the machine may be busy; the long form runs alone and gives the figures.
+    # The fast test allows 10 s more, since the machine may be busy; the slow test runs alone and allows only 1 s more.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []
@@ -183,7 +183,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
                 assert len(anew) == 1, "one generation for the membership, one more without the dead"
                 detections.append(asked - killed[0])
                 reforms.append(answered - asked)
-            else:  # it died after the last bytes: only its commit fails, and the others need no new group
+            else:  # the engine died after the last bytes: only its commit fails, and the others need no new group
                 assert report.failed[victim].startswith("did not commit"), report
                 detections.append(ended - killed[0])
             fleet.engines = [*survivors, fleet.nursery.born()]
@@ -202,7 +202,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
 async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(
     fleet: Fleet, freezes: int
 ) -> None:
-    """The others serve the version without it; once awake, it gets requests from the pool only after an update."""
+    """The other engines serve the version meanwhile; the resumed engine gets pool requests only after an update."""
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):
@@ -221,7 +221,7 @@ async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until
             now = fleet.epoch, fleet.version
             assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
             fleet.nursery.thaw(victim)
-            awake = await fleet.client.chat(victim, request(0))  # not through the pool
+            awake = await fleet.client.chat(victim, request(0))  # sent directly, not through the pool
             fleet.count(awake)
             assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
             fleet.engines = everyone

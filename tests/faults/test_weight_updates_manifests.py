@@ -116,7 +116,7 @@ def membership(manifest: Manifest, draw: Draw) -> None:
 
 
 def digest(manifest: Manifest, draw: Draw) -> None:
-    """Mutate the digest: only a pull requires a text, but a COMMIT of an unprepared version is rejected with any."""
+    """Mutate the digest of a pull, which must be a text, or send a COMMIT, which is invalid before a PREPARE."""
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
         manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])
@@ -157,7 +157,7 @@ def field(manifest: Manifest, draw: Draw) -> None:
 
 
 def text(manifest: Manifest, draw: Draw) -> bytes:
-    """Return a request body that is not one JSON object with the manifest's fields."""
+    """Return a request body that is not a manifest: not JSON, truncated, or JSON of another form."""
     whole = json.dumps(manifest).encode()
     cut = whole[: int(draw.integers(1, len(whole)))]
     deep = b"[" * 100_000

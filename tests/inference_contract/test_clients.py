@@ -25,7 +25,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-if TYPE_CHECKING:  # used only here; the import takes 0.6 s per test process
+if TYPE_CHECKING:  # only for annotations, since the import takes 0.6 s per test process
     import openai
     from openai.types.chat import ChatCompletionMessageParam
 
@@ -74,7 +74,7 @@ def test_recorded_client_requests_are_served(url: str, body: dict[str, Any]) -> 
     assert [chunk.usage is not None for chunk in come] == [False] * (len(come) - wants_usage) + [True] * wants_usage
 
 
-def test_openai_client_gets_same_answer_streamed_and_complete(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
     text = completions.create(model="m", messages=ASKED, seed=3, max_completion_tokens=20).choices[0].message.content
     assert text is not None and len(text) > 6

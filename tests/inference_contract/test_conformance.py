@@ -1,4 +1,4 @@
-"""The kit passes conforming engines and fails faulty ones, at the check for the fault."""
+"""The conformance kit for engines passes correct engines, and fails faulty ones at the check for their fault."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_missing_pull_support_is_reported_as_unsupported() -> None:
     assert "does not offer the transport pull" in result.reason
 
 
-def test_token_checks_are_unsupported_without_a_token() -> None:
+def test_authentication_checks_are_unsupported_without_a_token() -> None:
     with in_thread(application()) as url:
         (result,) = run(url, only=["other_routes_need_the_token"])
     assert result.outcome is CheckOutcome.UNSUPPORTED

@@ -1,4 +1,4 @@
-"""Errors keep their class over the wire."""
+"""Errors of the inference contract keep their class and message when they are sent over HTTP."""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def test_recording_has_forty_requests_of_three_clients() -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
-def test_recorded_request_is_answered_or_rejected_by_name(client: httpx.Client, recorded: dict[str, Any]) -> None:
+def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_name(
+    client: httpx.Client, recorded: dict[str, Any]
+) -> None:
     body = {"max_tokens": 6} | recorded["body"]
     answer = client.post(recorded["route"], json=body)
     if recorded["refused"] is not None:

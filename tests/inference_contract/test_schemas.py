@@ -1,4 +1,4 @@
-"""Golden bytes of the wire format, and the arithmetic of layouts."""
+"""Golden JSON of the contract's requests, and the buckets and shards of a weight layout."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_layout_has_no_difference_to_itself() -> None:
 
 
 def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Reimplement `buckets` from its docstring."""
+    """Return the buckets of a layout, by a slow implementation of the docstring of `buckets`."""
     ranges, start, end = [], 0, 0
     for size in sizes:
         if end > start and end - start + size > bucket_bytes:

@@ -19,7 +19,7 @@ from pipelinerl.instructions.catalogue import (
     variants,
 )
 
-#: (id, parameters, answers that follow, answers that do not).
+#: For each case: an instruction's id and parameters, answers that follow it, and answers that violate it.
 CASES = [
     ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, ["a b c", "don't go"], ["a b", "-"]),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, ["a b"], ["a b c"]),
@@ -273,6 +273,6 @@ def test_loose_matching_tries_eight_variants_of_the_answer():
     assert variants("a") == ["a", ""]
 
 
-def test_score_is_the_share_of_followed_instructions_or_requires_all():
+def test_score_is_the_share_of_followed_instructions_or_1_only_if_all_are_followed():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

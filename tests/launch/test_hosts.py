@@ -1,4 +1,4 @@
-"""Devices are read from the output of `nvidia-smi`, the driver's files, and CUDA_VISIBLE_DEVICES."""
+"""A host's GPUs are read from the output of `nvidia-smi`, the driver's files, and CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 

@@ -60,5 +60,5 @@ def test_live_run_without_a_launcher_is_found_by_its_controller(config: RunConfi
     address.write_text(json.dumps({"url": controller_url, "token": None}))
     with pytest.raises(UserError, match=f"services started manually, controller at {controller_url}"):
         refuse_namesake(config, by_hand=started_by_hand)
-    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # as a killed controller leaves it
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # a killed controller leaves this file
     refuse_namesake(config, by_hand=started_by_hand)

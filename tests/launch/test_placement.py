@@ -1,4 +1,4 @@
-"""Placements of a run: golden files for 0, 1, 2, 4 and 8 GPUs, and refusals.
+"""Placement of a run's processes on GPUs: golden files for 0, 1, 2, 4 and 8 GPUs, and refusals.
 
 `PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/test_placement.py` rewrites the golden files; read the
 difference before you keep it.

@@ -1,4 +1,4 @@
-"""The plan is a pure function of recipe, ports and cores."""
+"""The launch plan, a list of processes to start, is a pure function of recipe, ports and cores."""
 
 from __future__ import annotations
 

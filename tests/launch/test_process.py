@@ -60,7 +60,7 @@ def test_crash_loop_backs_off_and_exhausts_the_restart_budget() -> None:
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
 def test_deaths_after_long_uptimes_never_exhaust_the_restart_budget(up_s: float) -> None:
-    """If deaths were not forgiven over time, the fourth would end the run."""
+    """Deaths are forgiven over time; otherwise the fourth would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
         assert not budget.is_spent_by(up_s)

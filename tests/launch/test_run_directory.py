@@ -102,7 +102,8 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "away").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="away/tiny cannot be made"):  # an error, not another attempt
+    # The error is raised at the first name; the next name, tiny-2, is not tried.
+    with pytest.raises(UserError, match="away/tiny cannot be made"):
         create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
         create(_config(tmp_path / "file"))

@@ -115,7 +115,7 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
 
 
 def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path: Path) -> None:
-    """One process dies after both have started; one death is counted."""
+    """One of two processes dies after both have started, which counts as one death."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -137,7 +137,7 @@ def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path:
 
 
 def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_path: Path) -> None:
-    """A process of the group had reported that all work was done, and then failed."""
+    """Rank 1 has finished its work when rank 0, which belongs to the same trainer, fails; both are restarted."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (
@@ -222,7 +222,7 @@ def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path:
 def _interrupted_run(
     tmp_path: Path, main: str, *, suspend: Callable[[], bool], interrupts: int = 1, save_s: float = PATIENCE_S
 ) -> tuple[RunResult, list[str]]:
-    """Run one process that completes the run; interrupt the supervisor as soon as the process prints."""
+    """Run a supervisor with one process whose end completes the run; send SIGINT as soon as the process prints."""
     log = tmp_path / "logs" / "main.log"
     told = [0]
 
@@ -344,7 +344,7 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_exception_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
+def test_exception_in_the_tick_callback_stops_all_processes(tmp_path: Path) -> None:
     seen: list[int] = []
     supervisor: Supervisor
 
@@ -384,7 +384,7 @@ def test_free_ports_are_distinct_and_detected_when_taken() -> None:
 
 
 def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) -> tuple[RunResult, list[str]]:
-    """Run until `script`, which is called at each tick and may add or stop processes, returns True."""
+    """Run a supervisor until `script` returns True; `script` is called at each tick and may add or stop processes."""
     seen = run_dir / "seen"
     wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     main = _spec("main", wait, on_exit=OnExit.COMPLETE)
@@ -462,7 +462,7 @@ def test_process_with_a_name_in_use_is_rejected(tmp_path: Path) -> None:
         supervisor.add(_spec("main", SLEEP))
 
 
-def test_processes_wait_for_the_health_address_of_one_on_another_host(tmp_path: Path) -> None:
+def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}/"
     main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)
@@ -528,7 +528,7 @@ def test_engine_added_during_a_run_has_its_own_type_and_exit_rule() -> None:
     assert requested.health == "http://127.0.0.1:5001/health" and requested.cpu == recipes.cpu
 
 
-def test_repeated_status_starts_each_engine_once(tmp_path: Path) -> None:
+def test_engine_that_several_statuses_request_is_started_once(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=nobody)
     for _ in range(2):
@@ -549,7 +549,7 @@ def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_pat
     assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_failed_engine_is_reported_to_the_controller_while_it_requests_the_engine(tmp_path: Path) -> None:
+def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_path: Path) -> None:
     told: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
@@ -561,7 +561,10 @@ def test_failed_engine_is_reported_to_the_controller_while_it_requests_the_engin
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """Return an idle launch on `count` GPUs, with the lists of its announcements and of the engines that it gave up."""
+    """Return the supervisor and engines of a launch on `count` GPUs, before any process is started.
+
+    The two lists receive its announcements, and the names of the engines that it gives up.
+    """
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
@@ -591,7 +594,7 @@ def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: 
         "2",
         "3",
     ]
-    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # engine-1 never ran, so it ended at once
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # engine-1 was never started, so it ends immediately
     staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
     assert seen_by(supervisor, "engine-3") == "1"
     assert given_up == []

@@ -14,7 +14,7 @@ QUESTION = [Message("system", "s"), Message("user", "1 + 2")]
 
 
 def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[list[int], list[int]]:
-    """Return the tokens up to the answer's end, as an engine sampled them, and those of the continued conversation."""
+    """Return the tokens of question and answer, as sampled by an engine, and those of the conversation with `new`."""
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode(answer), end]
     messages = [*QUESTION, Message("assistant", answer), *new]
@@ -60,7 +60,7 @@ def test_control_tokens_spelled_in_new_messages_stay_text(name: str) -> None:
     assert attack in tokenizer.decode(continued)
 
 
-#: The format of calls in Qwen2.5 and Hermes, with results in a user's turn.
+#: A chat template that writes tool calls as Qwen2.5 and Hermes do, and their results as a user's turn.
 HERMES = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}{%- else %}"
@@ -69,7 +69,7 @@ HERMES = (
     "{{- '\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}{#- tools #}"
 )
-#: The format of calls in Llama 3.1: a single call, in place of the content.
+#: A chat template that writes tool calls as Llama 3.1 does: a single call takes the place of the content.
 LLAMA = (
     "{%- for m in messages %}{%- if m.tool_calls %}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"

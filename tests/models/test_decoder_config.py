@@ -38,7 +38,7 @@ def test_config_of_each_model_family_gives_its_biases_and_norms(tmp_path):
     }
 
 
-def test_decoder_parameters_have_their_order_shapes_and_axes(tmp_path):
+def test_decoder_parameters_have_the_expected_order_shapes_and_axes(tmp_path):
     first, query, *_, norm, head = read(tmp_path, OLD_LLAMA).parameters
     assert first == Parameter("model.embed_tokens.weight", (48, 32), ("tensor", "fsdp"))
     assert query == Parameter("model.layers.*.self_attn.q_proj.weight", (32, 32), ("tensor", "fsdp"), 3)

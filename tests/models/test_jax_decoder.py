@@ -162,7 +162,7 @@ def test_memory_share_is_passed_to_xla(
 ) -> None:
     xla_client = pytest.importorskip("jaxlib.xla_client")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variable after the test
         monkeypatch.delenv(name)
     for name, value in before.items():
         monkeypatch.setenv(name, value)

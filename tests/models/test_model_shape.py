@@ -46,7 +46,7 @@ def test_routing_shape_counts_only_layers_with_experts(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("changes", [{"num_experts": None}, {"num_experts": 1}, {"mlp_only_layers": [0, 1, 2, 3]}])
-def test_model_without_a_choice_of_experts_is_not_a_mixture(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_model_that_never_chooses_among_experts_is_not_a_mixture(changes: dict[str, Any], tmp_path: Path) -> None:
     path = written(tmp_path, **{**QWEN3, **changes})
     assert mixture_of(path) is None
     with pytest.raises(ModelError, match="of type 'qwen3_moe', has no experts whose routing could be replayed"):

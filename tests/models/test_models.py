@@ -203,7 +203,7 @@ def test_incremental_detokenizer_emits_whole_characters_that_add_up(text):
     parts = [detokenizer.push(i) for i in tokenizer.encode(text)] + [detokenizer.flush()]
     assert "".join(parts) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-    assert len(text.encode()) == len(text) or "" in parts[:-1]  # some text was held back
+    assert len(text.encode()) == len(text) or "" in parts[:-1]  # a multi-byte character was held back
 
 
 def test_detokenizer_shows_an_incomplete_character_only_at_the_end():
@@ -217,7 +217,7 @@ def test_detokenizer_shows_an_incomplete_character_only_at_the_end():
 
 def test_detokenizer_eventually_emits_invalid_bytes():
     tokenizer = byte_level()
-    bad = tokenizer.encode("日")[1]  # a continuation byte alone
+    bad = tokenizer.encode("日")[1]  # a UTF-8 continuation byte, which is invalid alone
     detokenizer = tokenizer.detokenizer()
     assert any(detokenizer.push(bad) for _ in range(40))
 
@@ -328,7 +328,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_text_decoder_shows_special_tokens_or_ids_without_a_tokenizer(tmp_path):
+def test_text_decoder_shows_special_tokens_and_shows_ids_if_there_is_no_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

@@ -35,7 +35,7 @@ def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
 
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
-    """Return the tokens of the chat and of its first content, or the error."""
+    """Return the tokens of the whole chat and those of the first message's text, with an error in place of either."""
     found: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
@@ -51,7 +51,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return MODELS / request.param
     made = word_tokenizer(TEXTS * 3, vocab=300) if request.param == "words" else char_tokenizer(phrases=("cat",))
     folder = tmp_path_factory.mktemp(request.param)
-    made.save_pretrained(str(folder))  # with its template in a separate file
+    made.save_pretrained(str(folder))  # writes the chat template to a separate file
     return folder
 
 

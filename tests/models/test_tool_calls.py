@@ -1,4 +1,4 @@
-"""Calls are parsed in the three formats, and other text stays text."""
+"""Tool calls are parsed in the three supported formats, and all other text stays text."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_random_tool_data_never_becomes_a_control_token(texts: list[str]) -> Non
     assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
 
 
-def test_assistants_thinking_may_contain_inner_but_no_structural_tokens() -> None:
+def test_assistants_thinking_may_contain_inner_control_tokens_but_no_structural_ones() -> None:
     ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
     expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
     expected.insert(expected.index("<think>") + 1, "<tool_call>")

@@ -1,4 +1,4 @@
-"""The warm start by domain: each is trained until its reward is in the band, then rehearsed until all others are."""
+"""The warm start by domain: a domain is trained until its reward is in the band, then rehearsed until all are."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_within_its_reward_band_is_rehearsed_and_trained_again_below_it() -> None:
+def test_domain_within_its_reward_band_is_only_rehearsed_until_its_reward_falls_below_the_band() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
-    whole = checks[0].demonstrations["a"] // 2  # demonstrations per step
+    whole = checks[0].demonstrations["a"] // 2  # demonstrations that one domain trains per step
     shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
     assert whole >= 4 and whole % 4 == 0
     assert checks[1].demonstrations == {"a": 2 * whole + 2 * whole // 4, "b": 4 * whole}
@@ -82,7 +82,7 @@ def test_warm_start_with_the_same_settings_gives_the_same_weights() -> None:
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
 
-def test_sampled_answers_follow_the_model_independently_of_the_batch() -> None:
+def test_sampled_answers_follow_the_models_probabilities_whatever_the_batch() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
     short, long = problem("7"), problem("12 and 345 and 6789")

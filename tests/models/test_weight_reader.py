@@ -32,7 +32,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-#: Tied and untied, with an adapted rope, with Conv1D, with buffers of embeddings, and with experts stored separately.
+#: Models with tied embeddings, with untied ones and a scaled rope, with Conv1D layers, with embedding buffers, and with
+#: experts that are stored separately.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(
@@ -84,7 +85,7 @@ def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name: str, par
         assert torch.equal(buffer, buffers[key]) and buffer.dtype == buffers[key].dtype, key
 
 
-def test_directory_with_both_tied_parameters_must_be_loaded_whole(tmp_path: Path) -> None:
+def test_directory_that_stores_both_of_two_tied_parameters_must_be_loaded_whole(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     file = path / "model.safetensors"
     tensors = load_file(file)

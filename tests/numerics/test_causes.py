@@ -1,4 +1,4 @@
-"""A step's mismatch by cause, compared with a plain loop over tokens and with manual values."""
+"""The mismatch of engine and trainer log-probs in a step, by cause: compared with a plain loop and manual values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Token:
 
 
 def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
-    """Return the tokens as columns, and random trainer log-probs; those outside the loss mask are arbitrary."""
+    """Return a micro-batch of the tokens, and the trainer's log-probs; those outside the loss mask are arbitrary."""
     tokens = [token for rollout in rollouts for token in rollout]
     sampled = np.array([token.version is not None for token in tokens])
     lengths = [len(rollout) for rollout in rollouts]
@@ -79,7 +79,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
 
 
 def random_rollouts(seed: int, count: int) -> list[list[Token]]:
-    """Return rollouts of one to three turns; within a rollout, versions sometimes increase, up to HELD."""
+    """Return rollouts of one to three turns; within a rollout, the weight version sometimes increases, up to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
     for _ in range(count):
@@ -96,7 +96,7 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
 
 
 def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
-    """Return the tokens of each cause, grouped by rollout."""
+    """Return the sampled tokens by the cause of their mismatch, and within a cause by rollout."""
     found: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
         of: dict[str, list[Token]] = defaultdict(list)
@@ -117,7 +117,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_mismatch_figures_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
+def test_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -164,7 +164,7 @@ def test_shares_of_clipped_tokens_by_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_mismatch_figures_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
+def test_mismatch_metrics_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

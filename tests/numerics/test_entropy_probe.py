@@ -22,7 +22,7 @@ def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_entropies_seen_by_the_probe_exclude_masked_tokens_and_do_not_affect_equality() -> None:
+def test_probe_records_no_entropies_of_masked_tokens_and_probes_compare_equal_whatever_they_record() -> None:
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}

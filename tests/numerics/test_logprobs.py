@@ -126,14 +126,14 @@ def test_logprobs_of_half_precision_logits_are_computed_in_fp32():
     torch.testing.assert_close(got, torch.log_softmax(hidden.float(), -1)[:, 0])
 
 
-def test_head_measures_match_manual_values():
+def test_measures_of_the_output_distribution_match_manual_values():
     logprobs = np.log(np.array([[0.25, 0.75]]))
     assert measured(HeadMeasure.MEAN_LOGPROB, logprobs)[0] == pytest.approx((np.log(0.25) + np.log(0.75)) / 2)
     assert measured(HeadMeasure.ENTROPY, logprobs)[0] == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_head_measure_and_its_derivative_match_autograd(measure):
+def test_measure_of_the_output_distribution_and_its_derivative_match_autograd(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)
@@ -146,7 +146,9 @@ def test_head_measure_and_its_derivative_match_autograd(measure):
 
 @pytest.mark.parametrize("logits_at_once", [2**24, 22])
 @pytest.mark.parametrize("tempered", [False, True])
-def test_piecewise_head_measures_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
+def test_piecewise_measures_of_the_output_distribution_agree_with_the_definition_in_value_and_gradient(
+    logits_at_once, tempered
+):
     draw = generator(3, "measures")
     hidden, weight = draw.standard_normal((7, 4)), draw.standard_normal((11, 4))
     tokens, temperatures = draw.integers(0, 11, 7), draw.uniform(0.5, 2.0, 7) if tempered else np.ones(7)
@@ -170,8 +172,8 @@ def test_piecewise_head_measures_agree_with_the_definition_in_value_and_gradient
     np.testing.assert_allclose(h.grad, slopes @ weight, rtol=1e-4, atol=1e-5)
 
 
-def test_requesting_measures_does_not_change_the_bits_of_logprobs():
-    """If the bits changed, the ratio between the gradient pass and the forward pass would not start at 1."""
+def test_measuring_the_output_distribution_does_not_change_the_bits_of_logprobs():
+    """With other bits, the ratio between the gradient pass and the forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
     alone, beside = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]

@@ -1,4 +1,4 @@
-"""A run's review and advice: series and shares against manual values, one run per rule, and a run without findings."""
+"""A run's review and advice: metrics and shares against manual values, one run per rule, and a run without advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 
 
 def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
-    """Return a step event; `causes` gives the figures by cause, and figures not given are 0."""
+    """Return a step event; `causes` maps a mismatch cause to its metrics, and metrics that are not given are 0."""
     event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
     for cause, figures in causes.items():
         event[f"mismatch_{cause}_share"] = 1 / len(causes)
@@ -35,7 +35,7 @@ def advice_on(**step_fields: Any) -> list[Advice]:
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_review_of_a_figure_matches_manual_values() -> None:
+def test_review_of_a_metric_matches_manual_values() -> None:
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
     found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
@@ -60,7 +60,7 @@ def test_shares_by_token_age_are_means_over_tokens() -> None:
     assert found.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 
-def test_run_without_mismatch_figures_has_no_review() -> None:
+def test_run_without_mismatch_metrics_has_no_review() -> None:
     assert review(tell([])) is None
     assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
 

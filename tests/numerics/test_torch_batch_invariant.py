@@ -82,6 +82,6 @@ def test_gradients_of_attention_are_those_of_torch() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
 
 
-def test_probe_notices_results_that_depend_on_the_batch() -> None:
+def test_probe_detects_results_that_depend_on_the_batch() -> None:
     assert torch_batch_invariant.probed(lambda count: 1.0)
     assert not torch_batch_invariant.probed(lambda count: 1.0 if count < 17 else 1.0 + 2**-52)

@@ -2,7 +2,9 @@
 
 No code is shared with the objective's slots: torch differentiates each formula as printed. J is maximised. The columns
 of a rollout cover only its sampled tokens. `theta` are the current log-probs, differentiable; `mu` the sampler's; `old`
-the recomputed ones; `ref` the reference's.
+the recomputed ones; `ref` the reference's. In the formulas, r = π_θ/μ is the ratio of a token, and r_i that of a whole
+rollout o_i; R is the reward, A the advantage, |o_i| the rollout's length, G the number of rollouts in a group, B and N
+the numbers of rollouts and tokens in the batch; sg stops the gradient, σ is the sigmoid, and K2 and K3 estimate the KL.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def normalised(group: list[Sequence], one: Sequence) -> float:
 
 
 def sequence_ratio(one: Sequence) -> Tensor:
-    """Π_t π_θ/μ."""
+    """Return the ratio of a whole rollout, Π_t π_θ/μ."""
     ratio = torch.ones((), dtype=torch.float64)
     for t in range(len(one)):
         ratio = ratio * torch.exp(one.theta[t] - one.mu[t])
@@ -70,12 +72,12 @@ def token_ratio(one: Sequence, t: int) -> Tensor:
 
 
 def clipped(ratio: Tensor, advantage: float, low: float = 0.8, high: float = 1.2) -> Tensor:
-    """PPO's min(r·A, clip(r)·A)."""
+    """Return PPO's clipped term, min(r·A, clip(r, low, high)·A)."""
     return torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
 
 
 def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tensor]) -> Tensor:
-    """Return the mean over groups of the mean over their rollouts."""
+    """Return the mean over groups of the mean of `term` over the group's rollouts."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -86,7 +88,7 @@ def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tenso
 def per_token(
     groups: Groups, denominator: Callable[[list[Sequence], Sequence], float], term: Callable[..., Tensor]
 ) -> Tensor:
-    """Return Σ of term(group, rollout, t) / denominator(group, rollout)."""
+    """Return the sum over all tokens t of term(group, rollout, t) / denominator(group, rollout)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -96,12 +98,12 @@ def per_token(
 
 
 def reinforce(groups: Groups) -> Tensor:
-    """(1/G) Σ sg[r_i]·A_i·log π(o_i)."""
+    """J = (1/G) Σ sg[r_i]·A_i·log π(o_i)."""
     return per_rollout(groups, lambda group, one: sequence_ratio(one).detach() * centred(group, one) * one.theta.sum())
 
 
 def rloo(groups: Groups) -> Tensor:
-    """(1/G) Σ sg[r_i]·(R_i − mean of the others)·log π(o_i)."""
+    """J = (1/G) Σ sg[r_i]·(R_i − mean of the group's other rewards)·log π(o_i)."""
 
     def term(group: list[Sequence], one: Sequence) -> Tensor:
         others = [other.reward for other in group if other is not one]
@@ -111,7 +113,7 @@ def rloo(groups: Groups) -> Tensor:
 
 
 def reinforce_token(groups: Groups) -> Tensor:
-    """1/(G·L_max) Σ Σ sg[r]·A·log π, L_max = 256."""
+    """J = 1/(G·L_max) Σ Σ sg[r]·A·log π, L_max = 256."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups,
@@ -121,7 +123,7 @@ def reinforce_token(groups: Groups) -> Tensor:
 
 
 def agarwal(groups: Groups) -> Tensor:
-    """Token-level REINFORCE plus sg[r]·(λ/|A|) Σ_a log π(a|s) in every state, λ = 0.001."""
+    """J of `reinforce_token`, plus sg[r]·(λ/V) Σ_a log π(a|s) in every state, over V tokens a, λ = 0.001."""
     size = len(everyone(groups)) * 256.0
 
     def barrier(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -135,7 +137,7 @@ def agarwal(groups: Groups) -> Tensor:
 
 
 def pipelinerl(groups: Groups) -> Tensor:
-    """(1/B) Σ sg[r]·A·log π."""
+    """J = (1/B) Σ sg[r]·A·log π."""
     size = float(len(everyone(groups)))
     return per_token(
         groups,
@@ -145,7 +147,7 @@ def pipelinerl(groups: Groups) -> Tensor:
 
 
 def cispo(groups: Groups) -> Tensor:
-    """1/Σ_g|o| Σ Σ sg[min(r, 5)]·A·log π."""
+    """J = 1/Σ_g|o| Σ Σ sg[min(r, 5)]·A·log π."""
     return per_token(
         groups,
         lambda group, one: len(groups) * sum(len(other) for other in group),
@@ -154,7 +156,7 @@ def cispo(groups: Groups) -> Tensor:
 
 
 def llamarl(groups: Groups) -> Tensor:
-    """(1/B) Σ sg[min(π/μ, 4)]·A·log π."""
+    """J = (1/B) Σ sg[min(π/μ, 4)]·A·log π."""
     size = float(len(everyone(groups)))
     return per_token(
         groups,
@@ -164,7 +166,7 @@ def llamarl(groups: Groups) -> Tensor:
 
 
 def topr(groups: Groups) -> Tensor:
-    """Σ_{good} A·log π(o) + Σ_{bad} [π/μ]_0^1·A·log π(o)."""
+    """J = Σ_{A ≥ 0} A·log π(o_i) + Σ_{A < 0} c·A·log π(o_i), where c is r_i clipped to [0, 1]."""
 
     def term(group: list[Sequence], one: Sequence) -> Tensor:
         advantage = centred(group, one)
@@ -191,7 +193,7 @@ def whitened_gae(groups: Groups) -> dict[int, list[float]]:
 
 
 def ppo(groups: Groups) -> Tensor:
-    """PPO's clipped surrogate with whitened GAE(γ = 1, λ = 0.95)."""
+    """J = 1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A), with advantages from `whitened_gae`."""
     found = whitened_gae(groups)
     return per_token(
         groups,
@@ -201,7 +203,7 @@ def ppo(groups: Groups) -> Tensor:
 
 
 def grpo(groups: Groups) -> Tensor:
-    """1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A)."""
+    """J = 1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A)."""
     return per_token(
         groups,
         lambda group, one: len(groups) * len(group) * len(one),
@@ -210,7 +212,7 @@ def grpo(groups: Groups) -> Tensor:
 
 
 def grpo_kl(groups: Groups) -> Tensor:
-    """GRPO minus 0.04·K3 to the reference, with π_ref/π_θ."""
+    """J of `grpo`, minus 0.04·K3 of the KL to the reference, with the ratio π_ref/π_θ."""
 
     def k3(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         ratio = torch.exp(one.ref[t] - one.theta[t])
@@ -220,7 +222,7 @@ def grpo_kl(groups: Groups) -> Tensor:
 
 
 def dapo(groups: Groups) -> Tensor:
-    """1/Σ_g|o| Σ Σ min(r·A, clip(r, 0.8, 1.28)·A)."""
+    """J = 1/Σ_g|o| Σ Σ min(r·A, clip(r, 0.8, 1.28)·A)."""
     return per_token(
         groups,
         lambda group, one: len(groups) * sum(len(other) for other in group),
@@ -229,7 +231,7 @@ def dapo(groups: Groups) -> Tensor:
 
 
 def dr_grpo(groups: Groups) -> Tensor:
-    """1/(G·256) Σ Σ min(r·A, clip(r)·A), A without the standard deviation."""
+    """J = 1/(G·256) Σ Σ min(r·A, clip(r)·A), A = R − mean."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups, lambda group, one: size, lambda group, one, t: clipped(token_ratio(one, t), centred(group, one))
@@ -237,7 +239,7 @@ def dr_grpo(groups: Groups) -> Tensor:
 
 
 def gspo(groups: Groups) -> Tensor:
-    """1/G Σ min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A), s the geometric mean."""
+    """J = 1/G Σ min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A), s the geometric mean of the rollout's r."""
     return per_rollout(
         groups,
         lambda group, one: clipped(
@@ -247,7 +249,7 @@ def gspo(groups: Groups) -> Tensor:
 
 
 def luspo(groups: Groups) -> Tensor:
-    """1/G Σ |o_i|·min(s·A, clip(s, 1 − 2e-3, 1 + 2.5e-3)·A)."""
+    """J = 1/G Σ |o_i|·min(s·A, clip(s, 1 − 2e-3, 1 + 2.5e-3)·A), s as in `gspo`."""
     return per_rollout(
         groups,
         lambda group, one: (
@@ -258,7 +260,7 @@ def luspo(groups: Groups) -> Tensor:
 
 
 def gmpo(groups: Groups) -> Tensor:
-    """1/G Σ (Π_t |min(r·A, clip(r, e^−0.4, e^0.4)·A)|)^(1/|o|)·sgn A, with |A| taken out of the product."""
+    """J = 1/G Σ (Π_t |min(r·A, clip(r, e^−0.4, e^0.4)·A)|)^(1/|o|)·sgn A, with |A| taken out of the product."""
 
     def term(group: list[Sequence], one: Sequence) -> Tensor:
         advantage = normalised(group, one)
@@ -272,7 +274,7 @@ def gmpo(groups: Groups) -> Tensor:
 
 
 def gfpo(groups: Groups) -> Tensor:
-    """GRPO's surrogate per token of the group, on only the shortest 8 rollouts of each group."""
+    """J = 1/Σ_g|o| Σ Σ min(r·A, clip(r)·A), summed over only the 8 shortest rollouts of each group."""
     kept = {id(one) for group in groups for one in sorted(group, key=len)[:8]}
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -284,7 +286,7 @@ def gfpo(groups: Groups) -> Tensor:
 
 
 def reinforce_plus_plus(groups: Groups) -> Tensor:
-    """Clipped surrogate with (A' − mean_batch)/std_batch over tokens, minus 0.001·K2."""
+    """J = 1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A) − 0.001·K2, with A = R − mean, whitened over the batch's tokens."""
     flat = [centred(group, one) for group in groups for one in group for _ in range(len(one))]
     centre, scale = mean(flat), std(flat) + 1e-6
 
@@ -296,7 +298,7 @@ def reinforce_plus_plus(groups: Groups) -> Tensor:
 
 
 def decoupled_ppo(groups: Groups) -> Tensor:
-    """Mean over tokens of (π_old/μ)·min(u·A, clip(u)·A), u = π_θ/π_old; tokens with π_old/μ > 5 are excluded."""
+    """J = mean over tokens of (π_old/μ)·min(u·A, clip(u)·A), u = π_θ/π_old; tokens with π_old/μ > 5 are excluded."""
     size = sum(len(one) for one in everyone(groups))
     flat = [one.reward for one in everyone(groups) for _ in range(len(one))]
     centre, scale = mean(flat), std(flat) + 1e-8
@@ -324,12 +326,15 @@ def _of_the_note(weight: Callable[[float], float]) -> Callable[[Groups], Tensor]
 
 
 def icepop(groups: Groups) -> Tensor:
-    """The surrogate of the TIS note, with M(k) = k for k = π_old/μ in [0.5, 5], else 0."""
+    """J = 1/G Σ 1/|o_i| Σ M·min(u·A, clip(u)·A), u = π_θ/π_old; M = π_old/μ where that is in [0.5, 5], else 0."""
     return _of_the_note(lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0)(groups)
 
 
 def deepseek_v32(groups: Groups) -> Tensor:
-    """min(r·A, clip(r)·A)·M_i − 0.001·r·K3, M_i = 0 where A < 0 and mean_t log(μ/π_θ) > 0.5; A = R − mean."""
+    """J = 1/G Σ 1/|o_i| Σ min(r·A, clip(r)·A)·M_i − 0.001·r·K3, with A = R − mean.
+
+    M_i = 0 where A < 0 and mean_t log(μ/π_θ) > 0.5, else 1.
+    """
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         advantage, ratio = centred(group, one), token_ratio(one, t)
@@ -342,14 +347,14 @@ def deepseek_v32(groups: Groups) -> Tensor:
 
 
 def _divergence(one: Sequence, t: int, advantage: float, bound: float) -> Tensor:
-    """M·r·A, M = 0 where A > 0 and π − μ > bound, or A < 0 and π − μ < −bound."""
+    """Return M·r·A of token t, with M = 0 where A > 0 and π − μ > bound, or A < 0 and π − μ < −bound, else 1."""
     change = math.exp(one.theta[t].item()) - math.exp(one.mu[t])
     outside = change > bound if advantage > 0 else change < -bound
     return (0.0 if outside else 1.0) * token_ratio(one, t) * advantage
 
 
 def dppo_tv(groups: Groups) -> Tensor:
-    """1/(G·256) Σ Σ M·r·A with the bound 0.15."""
+    """J = 1/(G·256) Σ Σ M·r·A, with the mask M of `_divergence` for the bound 0.15."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups, lambda group, one: size, lambda group, one, t: _divergence(one, t, centred(group, one), 0.15)
@@ -357,7 +362,7 @@ def dppo_tv(groups: Groups) -> Tensor:
 
 
 def prime_rl(groups: Groups) -> Tensor:
-    """Mean over tokens of M·r·A − 0.001·log²(π/μ) with the bound 0.2."""
+    """J = mean over tokens of M·r·A − 0.001·log²(π/μ), with the mask M of `_divergence` for the bound 0.2."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         penalty = 0.001 * (one.theta[t] - one.mu[t]) ** 2
@@ -367,7 +372,7 @@ def prime_rl(groups: Groups) -> Tensor:
 
 
 def sapo(groups: Groups) -> Tensor:
-    """1/G Σ 1/|o_i| Σ (4/τ)·σ(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05."""
+    """J = 1/G Σ 1/|o_i| Σ (4/τ)·σ(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         advantage = normalised(group, one)
@@ -378,7 +383,7 @@ def sapo(groups: Groups) -> Tensor:
 
 
 def cfpo(groups: Groups) -> Tensor:
-    """1/G Σ 1/|o_i| Σ r·A − |A|/(2·0.2)·(r − 1)²."""
+    """J = 1/G Σ 1/|o_i| Σ r·A − |A|/(2·0.2)·(r − 1)²."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         advantage, ratio = normalised(group, one), token_ratio(one, t)
@@ -388,7 +393,7 @@ def cfpo(groups: Groups) -> Tensor:
 
 
 def vespo(groups: Groups) -> Tensor:
-    """1/Σ|o| Σ Σ sg[W^k·e^(λ(1 − W))]·A·log π; (k, λ) = (2, 3) where A ≥ 0, else (3, 2)."""
+    """J = 1/Σ|o| Σ Σ sg[W^k·e^(λ(1 − W))]·A·log π, W = r_i; (k, λ) = (2, 3) where A ≥ 0, else (3, 2)."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         advantage, ratio = normalised(group, one), sequence_ratio(one).item()
@@ -399,7 +404,7 @@ def vespo(groups: Groups) -> Tensor:
 
 
 def sao(groups: Groups) -> Tensor:
-    """Mean over tokens of sg[f(r)]·A·log π, f(r) = r within (0.7, 6), else 0; A from GAE as in PPO."""
+    """J = mean over tokens of sg[f(r)]·A·log π, f(r) = r within (0.7, 6), else 0; A from GAE as in PPO."""
     found = whitened_gae(groups)
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -410,7 +415,7 @@ def sao(groups: Groups) -> Tensor:
 
 
 def maxrl(groups: Groups) -> Tensor:
-    """(1/B) Σ sg[r]·(R − mean)/mean·log π, 0 for a group whose mean is not positive."""
+    """J = (1/B) Σ sg[r]·(R − mean)/mean·log π, 0 for a group whose mean is not positive."""
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         centre = mean([other.reward for other in group])
@@ -421,7 +426,7 @@ def maxrl(groups: Groups) -> Tensor:
 
 
 def gdpo(groups: Groups) -> Tensor:
-    """GRPO's surrogate with A = (Σ_n w_n·A_n − mean_batch)/std_batch, A_n normalised in the group for each part."""
+    """J of `grpo` with A = (Σ_n w_n·A_n − mean_batch)/std_batch, A_n normalised in the group for reward part n."""
 
     def of_part(group: list[Sequence], one: Sequence, n: int) -> float:
         earned = [other.parts[n][0] for other in group]
@@ -437,7 +442,7 @@ def gdpo(groups: Groups) -> Tensor:
 
 
 def dro(groups: Groups) -> Tensor:
-    """Mean over tokens of A·log π − (0.05/2)·log²(π/μ), A = R − mean."""
+    """J = mean over tokens of A·log π − (0.05/2)·log²(π/μ), A = R − mean."""
     return per_token(
         groups,
         lambda group, one: sum(len(other) for other in everyone(groups)),
@@ -446,7 +451,7 @@ def dro(groups: Groups) -> Tensor:
 
 
 def on_policy_distillation(groups: Groups) -> Tensor:
-    """Mean over tokens of r·sg[log π_teacher − log π]."""
+    """J = mean over tokens of r·sg[log π_teacher − log π]."""
     return per_token(
         groups,
         lambda group, one: sum(len(other) for other in everyone(groups)),
@@ -455,7 +460,7 @@ def on_policy_distillation(groups: Groups) -> Tensor:
 
 
 def rae(groups: Groups) -> Tensor:
-    """1/(B·256) Σ Σ min(r·A, clip(r)·A), A = R − b, then b ← 0.95·b + 0.05·R, rollout after rollout from b = 0."""
+    """J = 1/(B·256) Σ Σ min(r·A, clip(r)·A), A = R − b, then b ← 0.95·b + 0.05·R, rollout after rollout from b = 0."""
     found, baseline = {}, 0.0
     for one in everyone(groups):
         found[id(one)] = one.reward - baseline
@@ -468,7 +473,7 @@ def rae(groups: Groups) -> Tensor:
 
 
 def _covariances(groups: Groups) -> list[tuple[float, int, int]]:
-    """Return (A_t − mean A)·(log π_old − mean log π_old) of every token, with its rollout's number and its place."""
+    """Return (A_t − mean A)·(log π_old − mean log π_old) of every token, with (rollout, token) indices."""
     flat = [
         (normalised(group, one), one.old[t], i * len(group) + j, t)
         for i, group in enumerate(groups)
@@ -480,12 +485,12 @@ def _covariances(groups: Groups) -> list[tuple[float, int, int]]:
 
 
 def clip_cov_candidates(groups: Groups) -> set[tuple[int, int]]:
-    """Return the (rollout, place) of the tokens with 1 < cov < 5."""
+    """Return the (rollout, token) indices of the tokens whose covariance is between 1 and 5."""
     return {(number, t) for cov, number, t in _covariances(groups) if 1.0 < cov < 5.0}
 
 
 def clip_cov(groups: Groups, dropped: set[tuple[int, int]] = frozenset()) -> Tensor:  # type: ignore[assignment]
-    """Mean over tokens of min(u·A, clip(u)·A), u = π_θ/π_old, without the `dropped` tokens (rollout, place)."""
+    """J = mean over tokens of min(u·A, clip(u)·A), u = π_θ/π_old, without the `dropped` (rollout, token) indices."""
     numbers = {id(one): number for number, one in enumerate(everyone(groups))}
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -496,7 +501,7 @@ def clip_cov(groups: Groups, dropped: set[tuple[int, int]] = frozenset()) -> Ten
 
 
 def kl_cov(groups: Groups) -> Tensor:
-    """Mean over tokens of u·A, minus |log π_θ − log π_old| for the max(1, 0.002·N) tokens of highest covariance."""
+    """J = mean over tokens of u·A, minus |log π_θ − log π_old| for the max(1, 0.002·N) tokens of highest covariance."""
     found = sorted(_covariances(groups), reverse=True)
     chosen = {(number, t) for _, number, t in found[: max(1, int(0.002 * len(found)))]}
     numbers = {id(one): number for number, one in enumerate(everyone(groups))}

@@ -93,7 +93,7 @@ def decoupled(parts, rewards=REWARDS, valid=VALID):
 
 
 def test_reward_parts_are_normalised_separately_and_then_weighted():
-    """In group 7 the parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1) once normalised, however large their units are."""
+    """In group 7, the normalised parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1), whatever the units of the parts."""
     parts = [[("right", r, 1.0), ("length", 100.0 * (1 - r), -0.5)] for r in (1, 0, 0, 1, 1, 0)]
     got = decoupled(parts)
     np.testing.assert_allclose(got, [1, -1, -1, 1, 1, -1])
@@ -108,7 +108,7 @@ def test_reward_without_parts_is_treated_as_a_single_part():
     np.testing.assert_allclose(decoupled([[] for _ in REWARDS]), whitened)
 
 
-def test_rollout_without_a_reward_part_is_excluded_from_the_parts_mean():
+def test_rollout_without_a_reward_part_is_excluded_from_the_mean_of_that_part():
     parts = [[("a", 1.0, 1.0)], [("a", 0.0, 1.0)], [("b", 5.0, 1.0)], [("b", 1.0, 1.0)], [], []]
     got = decoupled(parts, np.array([1.0, 0, 5, 1, 1, 1]))
     raw = np.array([1.0, -1, 1, -1, 0, 0])
@@ -211,7 +211,7 @@ def test_gae_equals_its_definition_as_loops(whitening):
     np.testing.assert_allclose(computed(rule, **arguments), raw, rtol=1e-10, atol=1e-12)
 
 
-def test_gae_with_trace_one_is_return_minus_value():
+def test_gae_with_lambda_one_equals_return_minus_value():
     rule = GAE(trace=1.0, whitening=Whitening.NONE)
     values = generator(1, "values").normal(size=LENGTHS.sum())
     arguments = {
@@ -240,7 +240,7 @@ def test_advantages_skip_rollouts_without_sampled_tokens():
 
 # --- credit by turns -------------------------------------------------------------------------------------------------
 
-#: Two groups; the turns of each rollout as (tokens, reward).
+#: Five rollouts in two groups; each is a list of turns, given as (number of tokens, reward).
 EPISODES = [
     [(2, 0.5), (1, 0.0), (3, 0.25)],
     [(1, 0.0), (2, 1.0)],
@@ -249,7 +249,7 @@ EPISODES = [
     [(1, 0.5)],
 ]
 EPISODE_GROUPS = np.array([0, 0, 0, 1, 1])
-#: The third rollout gets 1 more at its end than the sum of its turns.
+#: The rewards of the whole rollouts. That of the third rollout exceeds the sum of its turns' rewards by 1.
 TOTALS = np.array([0.75, 1.0, 1.25, -1.0, 0.5])
 
 
@@ -283,7 +283,7 @@ def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
 
 
 def to_go(i, k):
-    """Return the reward from turn k on; the last turn gets the reward that was assigned to no turn."""
+    """Return rollout i's reward from turn k on; reward that was assigned to no turn belongs to the last turn."""
     rest = TOTALS[i] - sum(reward for _, reward in EPISODES[i])
     return sum(reward for _, reward in EPISODES[i][k:]) + rest
 
@@ -297,7 +297,9 @@ MUTANTS = {
 
 
 def test_turn_credit_matches_hand_computed_numbers():
-    """Group 0, turn 0: G = 0.75, 1, 1.25 with mean 1; turn 1: 0.25, 1, 1.25 with mean 5/6; turn 2: a single rollout."""
+    """In group 0, the rewards to go of turn 0 are 0.75, 1 and 1.25 with mean 1, those of turn 1 are 0.25, 1 and 1.25
+    with mean 5/6, and only one rollout has a turn 2.
+    """
     got = by_turns(scale=Scale.NONE)
     mean = 2.5 / 3
     np.testing.assert_allclose(got, [-0.25, 0.25 - mean, 0, 0, 1 - mean, 0.25, 1.25 - mean, -0.75, 0, 0.75])
@@ -338,7 +340,7 @@ def test_turn_credit_does_not_compare_turns_of_different_agents():
 
 
 def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
-    """Return the tokens' advantages of a rule with credit by turns."""
+    """Return the token advantages that `rule` computes with credit by turns."""
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
     return computed(
         rule,
@@ -365,7 +367,7 @@ def test_discount_counts_tokens_from_the_end_of_each_turn():
     np.testing.assert_allclose(got, [sum(0.5 ** (s - t) * earned[s] for s in range(t, 6)) for t in range(6)])
 
 
-def test_turn_without_tokens_credits_the_tokens_before_it():
+def test_reward_of_a_turn_without_tokens_is_credited_to_the_tokens_before_it():
     episodes = [[(2, 0.0), (0, 1.0), (1, 0.5)], [(0, 3.0), (2, 0.0)], [(1, 0.0)], [(1, 0.0)], [(1, 0.0)]]
     got = credited(RewardToGo(credit=Credit.TURNS), np.array([1.5, 3.0, 0, 0, 0]), episodes=episodes)
     np.testing.assert_allclose(got, [1.5, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -411,7 +413,7 @@ def test_role_baseline_compares_each_role_with_its_own_average() -> None:
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the rest goes to the last turn
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the rest
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(

@@ -1,4 +1,4 @@
-"""Slots without effect in a given run: each is reported in a sentence, and slots with an effect are not."""
+"""Slots (parts) of an objective without effect in a given run are reported in a sentence; other slots are not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_objectives_that_need_no_group_accept_single_rollouts(table: dict[str, A
         ),
     ],
 )
-def test_rarely_intended_objective_settings_raise_a_doubt(
+def test_rarely_intended_objective_settings_cause_a_warning(
     table: dict[str, Any], setting: Setting, sentence: str
 ) -> None:
     (found,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
@@ -85,12 +85,12 @@ def test_rarely_intended_objective_settings_raise_a_doubt(
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
-def test_no_preset_raises_a_doubt_in_an_ordinary_run(name: str) -> None:
+def test_no_preset_causes_a_warning_in_an_ordinary_run(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
 
 
-def test_kl_cov_raises_a_doubt_if_a_batch_is_one_optimizer_step() -> None:
+def test_kl_cov_causes_a_warning_if_a_batch_is_one_optimizer_step() -> None:
     said = list(doubts(resolve("kl_cov"), RECOMPUTED))
     assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in said)
     assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

@@ -1,4 +1,4 @@
-"""Token factors from `explain`, against hand-computed numbers and the training gradient."""
+"""The factors of each token's gradient that `explain` reports, against manual numbers and the training gradient."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_multiplier_of_a_score_function_objective_is_the_product_of_its_factors(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_explain_lists_five_slots_and_a_cost_for_every_column(name: str) -> None:
+def test_explain_lists_the_five_slots_and_the_cost_of_each_column(name: str) -> None:
     objective = PRESETS[name].objective
     lines = slot_lines(objective)
     assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]

@@ -1,4 +1,4 @@
-"""The KL controller: its rule, its convergence to the target, and where it sets the coefficient."""
+"""The KL controller: its update rule, its convergence to the target, and the slot whose coefficient it sets."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def test_kl_controller_matches_hand_computed_numbers():
 
 
 def test_kl_coefficient_settles_where_the_kl_equals_the_target():
-    """The policy has a KL of 1/β."""
+    """The simulated policy has a KL of 1/β at the coefficient β."""
     controller, beta = KLController(target=4.0), 10.0
     for _ in range(2000):
         beta = controller.next(beta, 1.0 / beta)

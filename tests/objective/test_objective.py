@@ -1,4 +1,4 @@
-"""The objective against slow reference code, automatic differentiation, and invariance to packing, split and order."""
+"""The objective, compared with slow reference code and automatic differentiation, in any packing, split and order."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ REGULARIZERS = (
     grad2.ExactEntropy(beta=0.2),
     grad2.LogBarrier(beta=0.2),
 )
-#: Kinds of 2025 and 2026, each combined with a few of the others.
+#: Objectives whose slots are of kinds published in 2025 and 2026, each combined with a few kinds of the other slots.
 RECENT = (
     *((weight, grad1.LogProb(), grad2.NoRegularizer()) for weight in (is_weight.GammaWeight(),)),
     *(
@@ -171,7 +171,7 @@ def test_values_outside_the_loss_mask_change_neither_loss_nor_gradient(objective
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_needs_names_exactly_the_columns_that_an_objective_reads(columns_of):
+def test_needs_attribute_names_exactly_the_columns_that_an_objective_reads(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
         offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}

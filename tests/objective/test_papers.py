@@ -1,4 +1,4 @@
-"""Every preset against its paper's surrogate, written as loops and differentiated by torch, in numpy, torch and JAX."""
+"""Every preset, in numpy, torch and JAX, against its paper's surrogate (loops that torch differentiates)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis", "icepop", "sao
 
 
 def sampled(seed: int) -> Groups:
-    """Return two groups with rollouts of different lengths; policies differ enough to trigger every clip and cap."""
+    """Return two groups of rollouts of different lengths; their policies differ enough to reach every clip and cap."""
     draw = generator(seed, "papers")
 
     def rollout() -> Sequence:
@@ -52,7 +52,10 @@ def sampled(seed: int) -> Groups:
 
 
 def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return current log-probs and columns of one micro-batch with prompts, weighted by the slots as in a step."""
+    """Pack the groups, with prompts, into one micro-batch; return its current log-probs and its columns.
+
+    The objective's slots compute the columns of advantages and weights, as in a training step.
+    """
     rollouts = [one for group in groups for one in group]
     lengths = np.array([len(one) for one in rollouts])
     index, valid = np.repeat(np.arange(len(groups)), GROUP_SIZE), np.ones(len(rollouts), bool)
@@ -129,7 +132,7 @@ def test_preset_gradient_equals_that_of_its_papers_surrogate(name: str, library:
 
 
 def test_agarwal_barrier_gradient_reaches_every_vocabulary_token() -> None:
-    """Check the closed form, and torch's derivative of the loss with respect to the measure."""
+    """Check the closed form, and torch's derivative with respect to the mean log-prob over the vocabulary."""
     objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     gradient_of(groups, "agarwal")
@@ -159,7 +162,7 @@ def test_agarwal_barrier_has_no_gradient_through_sampled_log_probs() -> None:
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
 def test_loss_value_of_an_unclipped_preset_equals_that_of_its_paper(name: str) -> None:
-    """GMPO is comparable because it clips inside its product; distillation is not: K2 shares only the gradient."""
+    """GMPO can be compared because it clips inside its product. Distillation cannot: K2 shares only the gradient."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)

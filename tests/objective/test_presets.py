@@ -15,7 +15,7 @@ from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.tokens import Policy
 
 
-def test_objective_can_be_a_preset_name_an_empty_table_or_a_preset_key():
+def test_objective_can_be_given_as_a_preset_name_a_table_with_a_preset_or_an_empty_table():
     assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
     assert resolve({}) == PRESETS["pipelinerl"].objective
 
@@ -54,7 +54,7 @@ def test_docs_table_lists_exactly_the_presets() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_full_table_of_a_preset_resolves_to_the_same_objective(name):
+def test_full_table_of_a_preset_resolves_to_the_presets_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
@@ -88,7 +88,7 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_needs_only_the_forward_passes_in_its_note(name):
+def test_preset_needs_extra_forward_passes_only_if_its_note_says_so(name):
     preset = PRESETS[name]
     assert preset.objective.passes == PASSES.get(name, set())
     assert ("Needs" in preset.note) == (name in PASSES)

@@ -1,4 +1,4 @@
-"""Events of an invented run, deterministic and plausible, for tests of drawings."""
+"""Events of an invented run, deterministic and plausible, for tests of charts."""
 
 from __future__ import annotations
 

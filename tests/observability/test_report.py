@@ -218,7 +218,7 @@ def test_long_series_keeps_its_spikes_in_a_small_file() -> None:
     drawn = svg(Chart(lines=(Line(series=Series(xs, ys)),), x_label="step"))
     assert len(drawn) < 20_000
     top = min(float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn))
-    assert top == pytest.approx(12.0, abs=0.1)  # the frame's upper edge: the spike is there
+    assert top == pytest.approx(12.0, abs=0.1)  # the spike reaches the frame's upper edge
 
 
 def test_series_of_one_point_is_drawn_as_a_dot() -> None:

@@ -120,7 +120,7 @@ def test_invalid_status_is_rejected(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_status_block_shows_the_main_figures_at_any_width(width: int) -> None:
+def test_status_block_shows_the_main_metrics_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
     shown = console.export_text()
@@ -128,7 +128,7 @@ def test_status_block_shows_the_main_figures_at_any_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_status_without_figures_can_be_rendered() -> None:
+def test_status_without_metrics_can_be_rendered() -> None:
     empty = RunStatus(run="x")
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render(empty, width=100))
@@ -184,7 +184,7 @@ def test_durations_have_at_most_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_domain_figures_and_alarms_are_shown() -> None:
+def test_metrics_and_alarms_of_domains_are_shown() -> None:
     figures = {
         "reward": 0.5,
         "reward.format": 0.25,

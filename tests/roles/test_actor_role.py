@@ -184,7 +184,7 @@ async def test_actor_ends_when_the_controller_refuses_its_token(identity: Identi
     assert ended.group_contains(AddressError, match="refuses this actor's token")
 
 
-#: A user's verifier whose file shows that a worker has loaded it. The actor imports the same file, but writes no mark.
+#: A user's verifier that leaves a file `NAME.up` when a worker loads it. The actor imports it too, but leaves no file.
 JUDGE = """
 import sys
 from pathlib import Path

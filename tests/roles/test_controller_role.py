@@ -139,7 +139,7 @@ def test_unwritable_checkpoint_location_does_not_stop_a_new_run(
 
 
 def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
-    """The new run's first checkpoint would delete copies of later steps, as after a resume from an earlier step."""
+    """Otherwise the new run's first checkpoint would delete the copies of all later steps."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
@@ -155,7 +155,7 @@ def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(t
 async def test_new_run_does_not_take_the_streams_of_a_live_run_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this timeout
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
@@ -202,12 +202,12 @@ async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_p
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # the answer means that its journal exists
+            await asyncio.to_thread(first.status)  # the first controller answers once its journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # this write fences the first
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences `first`
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)
@@ -223,7 +223,7 @@ async def test_resumed_run_does_not_wait_for_a_live_run_of_its_name(
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
     async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # its journal exists once this event is written
+        while "run_started" not in events.read_text():  # the journal exists once this event is written
             await asyncio.sleep(0.01)
     events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(who) as endpoint:
@@ -254,7 +254,9 @@ def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
-def test_new_run_gets_a_number_if_its_name_is_taken_at_the_location(config: RunConfig, tmp_path: Path) -> None:
+def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(
+    config: RunConfig, tmp_path: Path
+) -> None:
     begun(config)
     shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
     path, _ = begun(config)
@@ -366,7 +368,7 @@ def test_resume_is_rejected_if_two_places_hold_checkpoints_of_the_run(config: Ru
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         controller_role.directory_of(url_of(config))
-    store.copy(save(store, 6))  # a newer checkpoint than here, as another machine would copy it
+    store.copy(save(store, 6))  # another machine copies a newer checkpoint than this one has
     shutil.rmtree(path / "checkpoints" / "step-000006")
     with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
         controller_role.directory_of(str(path))

@@ -37,7 +37,8 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
     await role
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in its thread
+# The engine stops by an error in its own thread, about which pytest warns.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_engine_process_ends_when_its_engine_stops_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +104,9 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
-def test_numpy_engine_that_joins_a_group_imports_torch_first(tmp_path: Path, transport: str, has_torch: bool) -> None:
+def test_numpy_engine_imports_torch_when_it_is_built_if_it_will_join_weight_groups(
+    tmp_path: Path, transport: str, has_torch: bool
+) -> None:
     """Importing torch in the first join would delay the whole weight group by a second."""
     words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
     built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)

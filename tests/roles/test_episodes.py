@@ -55,7 +55,9 @@ def test_episodes_with_routing_replay_are_rejected() -> None:
         ("import absent_module", "game.py:1: ModuleNotFoundError"),
     ],
 )
-def test_user_code_that_is_not_an_environment_is_rejected_with_its_key(code: str, said: str, tmp_path: Path) -> None:
+def test_user_code_that_is_not_an_environment_is_rejected_and_its_recipe_key_named(
+    code: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "game.py").write_text(code)
     with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))

@@ -26,7 +26,7 @@ GIVEN = RoleOptions(
 
 
 def parsed(**described: Any) -> tuple[Role, list[tuple[RoleOptions, object]]]:
-    """Return a role with an option of its own, and the list of calls that its command line makes."""
+    """Return a role that has an option of its own, and a list to which each run of its command appends its options."""
     calls: list[tuple[RoleOptions, object]] = []
 
     def judge(options: RoleOptions, domain: Annotated[list[str] | None, typer.Option()] = None) -> None:

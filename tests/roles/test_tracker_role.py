@@ -1,4 +1,4 @@
-"""The tracker's process never disturbs a run, and no figure is lost or duplicated."""
+"""The tracker's process never disturbs a run, and no metric value is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.
             refused()
 
 
-def test_finished_run_is_tracked_once_by_a_command(tmp_path: Path) -> None:
+def test_command_sends_a_finished_run_to_a_tracker_only_once(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
     board = tmp_path / "board"
     assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"

@@ -235,7 +235,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
-    """Take steps on rollouts with tokens of the last k versions; each version is kept before it samples."""
+    """Take steps on rollouts with tokens of the last k versions, each kept in the weight history before it samples."""
     objective, told = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
@@ -250,7 +250,7 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
 
 @pytest.fixture
 def sampling(config: RunConfig) -> RunConfig:
-    """Return a recipe, for both backends, whose old log-probs are computed with the weights that sampled."""
+    """Return a recipe whose old log-probs are computed with the weights that sampled, for the backend of `config`."""
     return config_of(
         config.trainer.type,
         str(config.model.path),

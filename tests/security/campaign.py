@@ -22,13 +22,13 @@ from tests.security.waiting import Stall, Waiting
 
 #: Error codes with a status of 500 or more that are not failures: they blame another party or announce a shutdown.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
-#: Seconds. A request that is unanswered for longer is waiting for other parties.
+#: A request that is unanswered for longer than this many seconds counts as waiting for other parties.
 _WAITS_FOR_OTHERS_S: Final = 1.0
 #: The server that runs idle for comparison: it starts soonest, and the speed of its answers depends on the machine
 #: alone.
 _IDLE: Final = "parameter server"
-#: Bytes. The server may reject a longer body and close the connection before it has read all of it, so the client may
-#: miss the answer.
+#: The most bytes of a body with which the client always gets an answer. The server may reject a longer body and close
+#: the connection before it has read all of it.
 _MOST_UNREAD: Final = 65536
 #: Number of clients, each with one connection. They share one seeded stream of requests.
 _CLIENTS: Final = 4

@@ -24,7 +24,7 @@ _CHAT: Final = {
 }  # fmt: skip
 _SAID: Final = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
-#: The program link for `abc`, which the request carries too.
+#: The content link of `abc`; valid request bodies contain the content itself too.
 _LINK: Final = str(Link.of(b"abc"))
 _ABC: Final = {"input": _LINK, "output": _LINK, "answer": _LINK}
 _PROGRAM: Final = {"language": "python", "program": _LINK}

@@ -45,6 +45,6 @@ def statuses(heard: bytes) -> list[int]:
 
 
 def code(heard: bytes) -> str:
-    """Return the error code of the last rejection."""
+    """Return the error code of the last rejection in `heard`."""
     found: dict[str, Any] = json.loads(heard[heard.rindex(b'{"error"') :])
     return str(found["error"]["code"])

@@ -1,4 +1,4 @@
-"""Almost valid requests: no server fails, stalls other clients or keeps memory.
+"""After many almost valid requests, no server has failed, stalled other clients or kept memory.
 
 Seeds are 0, 1, 2, …. The long form runs in parts, each with its own seed and servers, so that one part can be repeated:
 `make chaos ARGS="-k test_server_survives_many_fuzzed_requests"`, then `--lf` for the failed ones.

@@ -70,7 +70,7 @@ async def test_math_verifier_judges_hostile_answers_or_reports_failure(count: in
         Outcome.TIMEOUT,
         Outcome.WRONG,
         Outcome.VERIFIER_ERROR,
-    }  # by the processor time that it was given
+    }  # depends on the processor time that the expression got
     ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
     assert not [reason for reason in ours if "did not start" in reason]
 

@@ -167,7 +167,7 @@ async def answered(peers: Peers, cases: range) -> Counter[str]:
     return ended
 
 
-async def test_old_weights_serve_after_an_update_by_a_hostile_peer(peers: Peers) -> None:
+async def test_engine_serves_its_old_weights_after_an_update_by_a_hostile_peer(peers: Peers) -> None:
     ended = await answered(peers, range(14))
     assert ended.pop("honest") == 1 and sum(ended.values()) == 14
     assert {"longer: peer_lost", "other_bytes: digest_mismatch", "other_announcement: peer_lost"} <= ended.keys()
@@ -176,7 +176,7 @@ async def test_old_weights_serve_after_an_update_by_a_hostile_peer(peers: Peers)
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_old_weights_serve_after_updates_by_many_hostile_peers(
+async def test_engine_serves_its_old_weights_after_updates_by_many_hostile_peers(
     part: int, peers: Peers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = await answered(peers, range(100 * part, 100 * (part + 1)))

@@ -139,7 +139,7 @@ def _hostile(draw: random.Random, kind: Any) -> Any:
         return [_hostile(draw, inner[0]) for _ in range(draw.choice((0, 1, 3)))]
     if origin is dict:
         return {_hostile(draw, inner[0]): _hostile(draw, inner[1]) for _ in range(draw.choice((0, 1, 3)))}
-    return draw.choice(list(kind))  # an enumeration
+    return draw.choice(list(kind))  # `kind` is an enumeration
 
 
 def _message(draw: random.Random, kind: Any) -> Any:
@@ -147,7 +147,7 @@ def _message(draw: random.Random, kind: Any) -> Any:
     drawn = {field.name: _hostile(draw, field.type) for field in fields}
     if "epoch" in drawn and draw.random() < 0.7:
         drawn["epoch"] = 1
-    if kind is ConsumedReport and draw.random() < 0.5:  # at least its account balances
+    if kind is ConsumedReport and draw.random() < 0.5:  # some reports have an account that balances
         frontier = draw.randrange(0, 12)
         drawn = {"trained": frontier, "frontier": frontier}
     return kind(**drawn)

@@ -33,7 +33,7 @@ URLS = [
 
 
 def with_streams(url: str) -> RunConfig:
-    """Return the shipped recipe with these streams, as a recipe file may contain them."""
+    """Return the shipped recipe with this stream server address, which may contain a password."""
     return parse(to_table(load("tiny")) | {"streams": {"redis_url": url}})
 
 

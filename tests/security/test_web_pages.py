@@ -59,7 +59,7 @@ def ask(served: str, method: str, path: str, headers: dict[str, str], body: byte
         ({}, 415, "not_json"),
     ],
 )
-def test_web_page_cannot_make_a_server_act(
+def test_web_page_cannot_use_a_route_that_changes_something(
     open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
 ) -> None:
     served, server = open_server

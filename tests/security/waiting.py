@@ -29,7 +29,7 @@ _KEPT: Final = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class Stall:
-    """A delay caused by the server itself, from start to end, by the monotonic clock."""
+    """A delay caused by the server itself; `began` and `ended` are times of the monotonic clock."""
 
     seconds: float
     waited_s: float = 0.0
@@ -39,7 +39,7 @@ class Stall:
 
 @final
 class Waiting:
-    """Watches the server with this process id, from the start of the `with` block until `stalls`."""
+    """Watches a server for stalls, from the start of the `with` block until `stalls` is called."""
 
     def __init__(self, url: str, idle_url: str, *, pid: int) -> None:
         command = [sys.executable, "-m", "tests.security.waiting", url, idle_url, str(pid)]
@@ -50,7 +50,7 @@ class Waiting:
         return self
 
     def stalls(self) -> list[Stall]:
-        """Return the longest stalls, longest first."""
+        """Stop watching; return the longest stalls, longest first."""
         told, _ = self._process.communicate(timeout=PATIENCE_S)
         return [Stall(**stall) for stall in json.loads(told)]
 

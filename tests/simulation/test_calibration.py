@@ -69,7 +69,7 @@ def test_contention_is_estimated_from_a_second_run() -> None:
     assert not calibrate([alone, alone]).contention.exists
 
 
-def test_measured_figures_are_means_over_the_counted_steps() -> None:
+def test_measured_metrics_are_means_over_the_counted_steps() -> None:
     """The first fifth of the steps, and steps that overlap an evaluation, do not count."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
@@ -96,7 +96,9 @@ def test_measured_figures_are_means_over_the_counted_steps() -> None:
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_impossible_calibration_is_rejected_with_the_missing_data(events: list[dict[str, object]], said: str) -> None:
+def test_impossible_calibration_is_rejected_and_the_missing_data_named(
+    events: list[dict[str, object]], said: str
+) -> None:
     """The message also names a remedy."""
     with pytest.raises(UserError, match=said):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])

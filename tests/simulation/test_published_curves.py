@@ -5,8 +5,8 @@
     RLAX         arXiv:2512.06392, 32B: inference on v5p-128 to v5p-1024 with a v5p-512 trainer (§7.1, figure 3a),
                  and k = 16 against k = 32 (§7.2, figure 4)
 
-Settings are those that the papers state. All others are assumptions, equal for every arm: lengths, prompts, group
-sizes, and RLAX's batch. docs/understand/simulation.md discusses them.
+Settings that a paper states are used as stated. The other settings (lengths, prompts, group sizes, and RLAX's batch)
+are assumptions, equal for all methods that are compared. docs/understand/simulation.md discusses them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ from pipelinerl.simulation.setting import HeavyTailedLengths, LengthLaw, Observe
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
-#: Largest deviation from a published figure that counts as reproducing it.
+#: The largest relative deviation from a published value at which the simulation counts as reproducing the value.
 TOLERANCE: Final = 0.25
 
 # --- PipelineRL, §5: batch, rows and GPUs are published ---------------------------------------------------------------
 
 _BATCH, _ROWS, _GPUS, _GENERATE = 1024, 64, 128, 48
-_MOST_TOKENS: Final = 8192  # the authors' post on the 7B run, and their default configuration
-#: §5 reports lags of more than 50,000 rollouts, and A.3 puts the largest at rows · GPUs · longest ÷ mean length.
+#: The longest answer in tokens, as in the authors' post on the 7B run and in their default configuration.
+_MOST_TOKENS: Final = 8192
+#: The mean length of an answer. §5 reports lags of more than 50,000 rollouts, and by A.3 the largest lag is
+#: rows · GPUs · longest length ÷ mean length.
 _MEAN_TOKENS: Final = _ROWS * _GENERATE * _MOST_TOKENS / 50_000
-_PROMPT, _GROUP = 150, 8  # assumed; and the default of the authors' configuration
+#: The tokens of a prompt, which are assumed, and the rollouts of a group, from the authors' default configuration.
+_PROMPT, _GROUP = 150, 8
 #: Appendix A.4: B = 128, 44 of 128 GPUs generate with 192 rows each, the lag is 133 steps, lengths are uniform.
 _A4_BATCH, _A4_GENERATE, _A4_ROWS, _A4_LAG = 128, 44, 192, 133
-#: Its r_train is 26.02 tokens per flash on 128 GPUs; a flash is a forward pass of one token at peak, training takes 3.
+#: The utilisation of a GPU in training. A.4's r_train is 26.02 tokens per flash on 128 GPUs. A flash is the time of a
+#: forward pass over one token at peak speed, and training on one token takes 3 of them.
 _A4_UTILISATION: Final = 3 * 26.02 / 128
 
 # --- RLAX, §7: clusters, (j, k) and the context of 16k tokens are published -------------------------------------------
 
-_TRAINER_CHIPS: Final = 256  # v5p-512
-_ENGINE_CHIPS: Final = 4  # assumed: one host
-_RLAX_BATCH, _RLAX_GROUP, _RLAX_PROMPT, _RLAX_MEDIAN = 1024, 16, 500, 8000.0  # assumed
+_TRAINER_CHIPS: Final = 256  # the chips of a v5p-512 slice
+_ENGINE_CHIPS: Final = 4  # assumed: each engine is one host
+#: Assumed: the rollouts of a step and of a group, and the tokens of a prompt and of the median answer.
+_RLAX_BATCH, _RLAX_GROUP, _RLAX_PROMPT, _RLAX_MEDIAN = 1024, 16, 500, 8000.0
 _CONTEXT: Final = 16_384
-#: §5.1: the trainer recomputes all activations and the old log-probabilities, two forward passes more than 3 of each.
+#: The cost of a training step, relative to one that takes the time of three forward passes. §5.1: the trainer also
+#: recomputes all activations and the old log-probs, which takes two more.
 _RECOMPUTED: Final = 5 / 3
 
 
@@ -104,7 +110,7 @@ def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Pr
 
 
 def equal_lag(*, steps: int) -> tuple[float, float]:
-    """Simulate appendix A.4; return tokens per flash of conventional RL and in flight."""
+    """Simulate appendix A.4; return the tokens per flash of conventional RL and those of in-flight updates."""
     table = published_hardware("h100:7b")
     table = replace(table, accelerator=replace(table.accelerator, utilisation=_A4_UTILISATION))
     flash_s = 2 * table.size.parameters / table.accelerator.flops
@@ -132,7 +138,7 @@ def equal_lag(*, steps: int) -> tuple[float, float]:
         mini_batches=1,
         groups_in_flight=2 * _A4_GENERATE * _A4_ROWS,
     )
-    # the appendix leaves out attention: no context
+    # A context of 0 tokens makes attention free, as in the appendix.
     slow = simulate(base, table.times(engine_devices=1, trainer_devices=_GPUS, rows=_A4_ROWS, context=0))
     fast = simulate(
         piped, table.times(engine_devices=1, trainer_devices=_GPUS - _A4_GENERATE, rows=_A4_ROWS, context=0)

@@ -114,7 +114,7 @@ def test_conventional_step_takes_the_sum_of_generation_and_training(generation: 
     assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
 
 
-def test_simulated_one_step_off_hides_the_shorter_phase() -> None:
+def test_simulated_run_that_trains_one_step_off_policy_hides_the_shorter_phase() -> None:
     """The engine samples the next batch while the trainer trains, so a step takes the longer of both times."""
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):

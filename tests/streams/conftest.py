@@ -1,4 +1,4 @@
-"""One real server for the folder; each test gets its own namespace on it, or a memory stream."""
+"""One real stream server for all tests of the folder; a test gets its own namespace there, or a memory stream."""
 
 from __future__ import annotations
 

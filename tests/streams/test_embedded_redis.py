@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def is_running(pid: int) -> bool:
-    """A zombie counts as ended, since its parent merely has not reaped it yet."""
+    """Return True if the process runs; a zombie has ended, and its parent merely has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -148,7 +148,9 @@ def test_unresponsive_stream_server_is_ended_after_the_timeout(tmp_path: Path, m
         _ = server.pid
 
 
-def test_stream_server_on_the_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_server_on_the_path_is_used_if_the_valkey_wheel_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert server_binary().name == "valkey-server"
     monkeypatch.setattr(embedded_redis, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -96,7 +96,8 @@ ORDER = PromptOrder(
     chat_template_kwargs={"enable_thinking": False},
 )
 
-#: A turn that two others continue, one of them by a sub-agent's history: two segments of three turns, and one more.
+#: A group whose first rollout branches: two turns continue its first turn, and another agent's turn begins a history of
+#: its own. The second rollout has a single turn.
 EPISODE = replace(
     GROUP,
     rollouts=(
@@ -317,7 +318,7 @@ def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float
 # --- further columns -------------------------------------------------------------------------------------------------
 
 
-def test_additional_columns_survive_without_changing_the_group() -> None:
+def test_additional_columns_survive_a_round_trip_without_changing_the_group() -> None:
     columns = {
         "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
         "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),
@@ -524,7 +525,7 @@ def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group() -> N
     assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
 
 
-def test_group_refusal_survives_a_round_trip() -> None:
+def test_reason_for_which_a_filter_refused_a_group_survives_a_round_trip() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that the test may kill, with every acknowledged write on disk."""
+    """Yield a server that the test may kill, and that writes to disk before it acknowledges a write."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
@@ -52,10 +52,9 @@ async def connected(
 
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
-    await asyncio.sleep(0.05)  # producers run into the closed connection
-    os.waitid(
-        os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-    )  # a busy machine may need longer; `start` would then see a live server
+    await asyncio.sleep(0.05)  # let the producers meet the closed connection
+    # On a busy machine the server dies later, and until then `start` would take it for a live one.
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     server.start()
 
 
@@ -173,7 +172,7 @@ async def test_call_to_a_hanging_server_fails_at_the_deadline_and_later_calls_wo
 
 
 async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
-    """If later payloads had been appended, a retry would skip the refused one, because its id would be too low."""
+    """Later payloads must not be appended: a retry would then skip the refused one, because its id would be too low."""
     async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)

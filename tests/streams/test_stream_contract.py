@@ -37,7 +37,7 @@ async def test_entries_are_read_in_order_and_unchanged(streams: Stream) -> None:
     assert ids == sorted(set(ids))
 
 
-async def test_read_continues_after_offsets_and_counts_per_stream(streams: Stream) -> None:
+async def test_read_continues_after_each_streams_offset_and_limits_entries_per_stream(streams: Stream) -> None:
     await streams.append("a", [b"a1", b"a2", b"a3"], first_id=1)
     await streams.append("b", [b"b1", b"b2", b"b3"], first_id=1)
     entries = await streams.read({"a": "1-0", "b": START}, count=2, block_s=0)
@@ -83,7 +83,7 @@ async def test_fresh_entry_ids_are_above_existing_ids(streams: Stream) -> None:
     assert fresh_number(f"{1 << 52}-7") == (1 << 52) + 1
 
 
-async def test_unknown_stream_is_empty(streams: Stream) -> None:
+async def test_stream_that_was_never_written_is_empty(streams: Stream) -> None:
     assert await streams.last_id("none") == START
     assert await streams.length("none") == 0
     assert await streams.read({"none": START}, count=1, block_s=0) == []

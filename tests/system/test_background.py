@@ -71,7 +71,7 @@ class Refusing:
 
 
 def test_callback_to_a_loop_that_was_just_closed_is_ignored() -> None:
-    """If it raised, the thread would die, and in a test session an unrelated test would fail."""
+    """An error would end the thread, and in a test session an unrelated test would fail."""
     closing: Any = Refusing(closes=True)
     tell(closing, print)
     closed = asyncio.new_event_loop()

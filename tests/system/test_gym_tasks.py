@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.system import gym_tasks
 
-#: This runs in a new process, since imports only have effects that can be observed in a fresh interpreter.
+#: A program that compares tasks and lists imported modules. It runs in a new process, which has imported nothing yet.
 PROGRAM = """
 import json, sys
 from pipelinerl.system import gym_tasks

@@ -45,7 +45,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_name_servers_are_disabled_within_the_block_and_enabled_afterwards(host: str) -> None:
+def test_name_servers_are_disabled_inside_the_with_block_and_enabled_afterwards(host: str) -> None:
     machine._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):

@@ -52,7 +52,7 @@ def ended(program: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_thread_in_native_code_does_not_abort_the_process() -> None:
+def test_thread_in_native_code_does_not_abort_the_exit_of_its_process() -> None:
     assert ended(f"{BUSY}run_process(main)") == (143, "said written registered\n", "")
 
 

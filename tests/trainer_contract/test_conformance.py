@@ -16,10 +16,10 @@ VOCAB = 16
 
 
 class Broken:
-    """A bigram trainer with some verbs replaced: `verbs` maps names to functions of (sound trainer, arguments).
+    """A bigram trainer with broken verbs (methods of the contract).
 
-    `forward` and `backward` replace the verb for each micro-batch, `whole_forward` and `whole_backward` for the
-    sequence.
+    `verbs` maps a verb's name to a function of the correct trainer and the verb's arguments. `forward` and `backward`
+    are called for each micro-batch, `whole_forward` and `whole_backward` once for the sequence of micro-batches.
     """
 
     def __init__(self, **verbs):
@@ -38,7 +38,7 @@ class Broken:
 
 
 def leaking(sound, batch):
-    """Take a segment's first prediction from the previous segment."""
+    """Return log-probs in which a segment's predictions depend on the segments before it."""
     logprobs = sound.forward([batch])[0].copy()
     logprobs[1:] += np.where(batch.segment_ids[1:] > 0, 0.01, 0.0) * (batch.position_ids[1:] > 0)
     return logprobs
@@ -57,7 +57,7 @@ def starts_not_zero(sound, batch):
 
 
 def values_of_the_state_after(sound, batch):
-    """Give token t the value of the state after it, off by one."""
+    """Return values that are off by one: token t gets the value of the state after the token."""
     values = sound.forward([batch])[0]
     shifted = np.where(batch.position_ids > 0, np.roll(values, -1), 0.0)
     last = np.append(batch.position_ids[1:] == 0, True)
@@ -174,7 +174,7 @@ def takes_all_tokens_for_one_stream(sound, batch, objective):
 
 
 class WithoutMeasures:
-    """An objective without gradients through measures."""
+    """An objective that omits the gradients with respect to its measures, such as the entropy."""
 
     def __init__(self, objective):
         self.needs, self.evaluate, self.prediction_gradient = (
@@ -389,7 +389,7 @@ def test_broken_trainer_fails_the_check_for_its_fault(check, verbs, spec, tmp_pa
     assert failed[check], "a failure gives its reason"
 
 
-def test_order_check_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
+def test_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)

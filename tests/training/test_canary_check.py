@@ -86,7 +86,7 @@ async def world(tmp_path: Path, *, engine_seed: int = 0) -> AsyncIterator[World]
             yield World(url, client, trainer)
 
 
-async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_of_others(tmp_path: Path) -> None:
+async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_of_other_weights(tmp_path: Path) -> None:
     async with world(tmp_path / "same") as same:
         findings = await same.findings()
         assert findings.worst[same.url] < 1e-5 and not findings.mismatched and not findings.failed
@@ -100,7 +100,7 @@ async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_o
 async def test_canary_check_of_int8_weights_bounds_the_mean_deviation(
     tmp_path: Path, off: float, is_proven: bool
 ) -> None:
-    """The log-probs of all tokens are off by the same amount."""
+    """The engine's log-probs of all tokens deviate from the trainer's by the same amount, `off`."""
 
     def twist(completion: ChatCompletion) -> ChatCompletion:
         choices = [

@@ -61,7 +61,7 @@ def test_entropy_is_measured_first_for_groups_whose_answers_are_kept(spec: Train
         asked.append((version, groups))
         return [7, 19]
 
-    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # 80 rollouts: 5 are measured
+    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # measures 5 of the 80 rollouts
     assert asked == [(3, 40)]
     assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
     for tokens in told.of_tokens.values():

@@ -1,4 +1,4 @@
-"""Batches of several optimizer steps, against PPO written out, on every backend; and how such batches end early."""
+"""Batches of several optimizer steps: compared with a plain PPO loop on every backend, and ended early."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
 def batch_of(number: int) -> list[RolloutGroup]:
-    """Return seven ragged groups of three; one has equal rewards. Token 0 is torch's padding."""
+    """Return seven groups of three rollouts of different lengths; one has equal rewards. Token 0 is torch's padding."""
     draw, made = rng.generator(number, "epochs"), []
     for index in range(7):
         rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))
@@ -71,7 +71,7 @@ LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train with PPO written out; return loss (without clipped tokens) and gradient norm of each optimizer step."""
+    """Train with a plain PPO loop; return loss (without clipped tokens) and gradient norm of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
@@ -164,7 +164,7 @@ def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, 
     return step.apply(step.accumulate(batch, objective), learning_rates=rates)
 
 
-def test_epochs_and_mini_batches_equal_ppo_written_out(subject: Subject) -> None:
+def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subject: Subject) -> None:
     step, ours, clipped, kls = TrainStep(passes=ForwardPasses(policy=subject.trainer)), [], [], []
     for number in range(1, BATCHES + 1):
         figures, updates = taken(step, number)
@@ -208,7 +208,7 @@ def test_batch_ends_early_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
-def test_target_kl_adds_old_logprobs_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
+def test_target_kl_requires_old_logprobs_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
     objective = resolve("pipelinerl")
     mini_batching = replace(DEALING, target_kl=1e9)
     assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]

@@ -53,7 +53,7 @@ def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
 
 @contextmanager
 def refused(what: str, groups: list[int]) -> Iterator[None]:
-    """Assert that the block raises `NonFiniteStep` for this cause."""
+    """Assert that the `with` block raises `NonFiniteStep` for the cause `what` and these groups."""
     with pytest.raises(NonFiniteStep) as caught:
         yield
     assert (caught.value.what, caught.value.groups) == (what, groups)

@@ -1,4 +1,4 @@
-"""`old_logprobs` by the sampling weights: each token at its own version, against a plain loop, and the cost."""
+"""`old_logprobs` from the weights that sampled each token: compared with a plain loop, and the cost in tokens."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     assert compared == 12 + 4, "each sampled token once"
 
 
-@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trains at higher precision than it serves
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # only torch: the bigram serves rounded weights
 def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
     """The recomputation and the gradient pass use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)

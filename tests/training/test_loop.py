@@ -297,7 +297,7 @@ async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in
         assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_full_step_waits_for_an_order_that_could_train_no_later_step(tmp_path: Path) -> None:
+async def test_full_step_waits_for_an_order_that_would_be_too_old_for_later_steps(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
@@ -484,7 +484,7 @@ async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path)
         await made.heard(Checkpointed)
         latest = made.store.latest()
         expected = 2.0
-        for reward in (0.0, 1.0, 0.0, 1.0):  # of the groups 0 and 1, in the order of their rollouts
+        for reward in (0.0, 1.0, 0.0, 1.0):  # the rewards of groups 0 and 1, rollout by rollout
             expected = 0.95 * expected + 0.05 * reward
         assert latest is not None and latest[1].baselines == {"test": pytest.approx(expected)}
 

@@ -98,7 +98,7 @@ def test_replay_names_groups_and_steps_missing_from_the_record(model: Path) -> N
 
 
 def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
-    """Return a replay with old log-probs by the sampling weights, so that steps depend on earlier weights."""
+    """Return a replay whose old log-probs come from the weights that sampled, so that steps need earlier weights."""
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(

@@ -40,7 +40,7 @@ def stepped(trainer: BigramTrainer) -> BigramTrainer:
 
 
 def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
-    """Return the versions held after each publication with one of these k; a step lies between publications."""
+    """Publish a version with each k of `ks`, and take a step after each; return the versions held at each time."""
     held = []
     for k in ks:
         history.keep(trainer, version=trainer.model_version, acceptance=k)
@@ -59,7 +59,7 @@ def test_weight_history_holds_the_versions_that_the_next_step_may_use(trainer: B
 
 
 def test_weight_history_holds_only_published_weights(trainer: BigramTrainer) -> None:
-    """With j = 3, two of the six versions that may train are held, copied at publication."""
+    """With j = 3, every third version is published, so two of the six versions that may have sampled are held."""
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
         if version % 3 == 0:

@@ -1,4 +1,4 @@
-"""The math verifier takes seconds to start, so the tests of a file share one on one event loop."""
+"""The math verifier takes seconds to start, so the tests of a file share one verifier and one event loop."""
 
 from collections.abc import AsyncIterator
 

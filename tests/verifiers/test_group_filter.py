@@ -43,7 +43,7 @@ async def test_filter_receives_the_values_that_its_parameters_name(function: str
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_filter_that_returns_a_text_gives_the_reason_and_false_gives_its_name() -> None:
+async def test_text_that_a_filter_returns_is_the_reason_and_false_gives_the_filters_name() -> None:
     assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await said("whatever", do="false")) == "whatever"
     assert refusal_of(await said("whatever", do="numpy")) == ""

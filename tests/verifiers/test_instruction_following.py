@@ -47,7 +47,7 @@ async def test_instruction_reward_follows_the_scoring_and_matching_settings(sett
         assert COMMA in verdict.reason
 
 
-async def test_reward_parts_are_the_share_followed_of_each_kind_of_instruction():
+async def test_reward_parts_are_the_shares_of_followed_instructions_by_kind():
     verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
     assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
 

@@ -44,7 +44,7 @@ def in_short(found: list[Verdict]) -> list[tuple[str, float]]:
     return [(verdict.outcome.value, verdict.reward) for verdict in found]
 
 
-async def test_reward_function_of_problem_and_text_is_called_by_position() -> None:
+async def test_reward_function_of_problem_and_text_gets_positional_arguments() -> None:
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 

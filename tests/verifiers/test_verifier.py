@@ -55,7 +55,7 @@ async def test_weighted_reward_reports_the_sum_and_its_unweighted_parts() -> Non
     assert seconds == 1.0
 
 
-async def test_weighted_reward_that_misses_correct_at_only_by_rounding_is_correct() -> None:
+async def test_weighted_reward_below_the_threshold_correct_at_only_by_rounding_is_correct() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT

@@ -76,7 +76,7 @@ async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_erro
 @shared_loop
 async def test_synchronous_fast_path_gives_the_same_verdicts_as_the_slow_path(math_answer):
     first, gym = spelling(), ReasoningGym()
-    assert gym.at_once(first, "x") is None  # its scorer is not loaded
+    assert gym.at_once(first, "x") is None  # the task's scorer is not loaded yet
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
     waited = [await gym.verify(first, text) for text in texts]
     answers = [SampledAnswer(text) for text in texts]
@@ -100,7 +100,7 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
         # Evaluating the library's own text while generating is safe; evaluating an answer is not.
         if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
             found.add(task)
-    assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates the entry's own answer, which the library wrote
+    assert found - UNSAFE_TASKS <= {"number_sorting"}  # evaluates only an answer of the library itself
     assert found
 
 
@@ -144,7 +144,7 @@ async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer)
 async def test_endless_expression_times_out_and_the_next_answer_is_judged():
     verifier = MathAnswer(deadline_s=4.0)
     try:
-        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts the worker
+        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts a worker
         ticks, ticking = 0, True
 
         async def tick():
@@ -200,7 +200,7 @@ def test_answer_that_crashes_the_math_comparison_is_wrong(
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_truth_crashes_it_too() -> None:
+async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_crashes_it_too() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 

@@ -45,7 +45,7 @@ async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: 
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_worker_pool_started_in_advance_uses_that_worker_for_the_first_question(
+async def test_worker_pool_uses_a_worker_started_in_advance_for_the_first_request(
     pool: Callable[..., WorkerPool],
 ) -> None:
     started, busy = pool(), pool()
@@ -56,21 +56,21 @@ async def test_worker_pool_started_in_advance_uses_that_worker_for_the_first_que
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_failed_start_of_a_worker_is_raised_by_the_first_question(pool: Callable[..., WorkerPool]) -> None:
+async def test_failed_start_of_a_worker_is_raised_by_the_first_request(pool: Callable[..., WorkerPool]) -> None:
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_worker_questions_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_requests_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_worker_questions_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
     """Encoding earlier would need gigabytes for a thousand answers to a problem of megabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
@@ -83,7 +83,7 @@ async def test_worker_questions_are_encoded_only_when_they_are_sent(pool: Callab
     assert most < 32 * 2**20
 
 
-async def test_question_that_hangs_frees_its_worker_slot_early_and_is_killed_at_its_deadline(
+async def test_request_that_hangs_frees_its_worker_slot_early_and_is_killed_at_its_deadline(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -99,21 +99,21 @@ async def test_question_that_hangs_frees_its_worker_slot_early_and_is_killed_at_
     assert 1.5 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_worker_of_a_slow_question_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_of_a_slow_request_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     assert (await one.ask("who"))[1] == own
     assert (await one.ask(["spin", 1.5]))[1] == max(own, 10)
     assert (await one.ask("who"))[1] == own
 
 
-async def test_question_of_usual_duration_keeps_the_priority_of_its_worker(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_of_usual_duration_keeps_its_workers_priority(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
 
 
 @linux
-async def test_question_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -123,7 +123,7 @@ async def test_question_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Ca
     assert await asked == [pid, own]
 
 
-async def test_many_hanging_questions_time_out_without_blocking_other_questions(
+async def test_many_hanging_requests_time_out_without_blocking_other_requests(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=2)
@@ -141,7 +141,7 @@ async def test_many_hanging_questions_time_out_without_blocking_other_questions(
     assert all(isinstance(each, TimeoutError) for each in found)
 
 
-async def test_worker_pool_prefers_groups_without_slow_questions(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_pool_prefers_groups_without_slow_requests(pool: Callable[..., WorkerPool]) -> None:
     one = pool(workers=1)
     order: list[str] = []
 
@@ -156,7 +156,7 @@ async def test_worker_pool_prefers_groups_without_slow_questions(pool: Callable[
     assert order == ["slow", "busy", "other", "slow"]
 
 
-async def test_question_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: Callable[..., WorkerPool]) -> None:
     one = pool()
     with pytest.raises(WorkerLost, match="ended by itself"):
         await one.ask("die")
@@ -209,7 +209,7 @@ async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() 
     assert forker.ended
 
 
-async def test_answer_to_a_cancelled_question_is_not_given_to_the_next_question(
+async def test_answer_to_a_cancelled_request_is_not_given_to_the_next_request(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -223,7 +223,7 @@ async def test_answer_to_a_cancelled_question_is_not_given_to_the_next_question(
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_every_question_fails_if_the_worker_function_cannot_be_loaded(
+async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(argument="broken")
@@ -278,7 +278,7 @@ def _runs(pid: int) -> bool:
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """Start tasks that wait for a slot; each reports to `entered` when it gets one, and whether out of turn."""
+    """Start a task per group that waits for a slot, and then puts (group, whether out of turn) into `entered`."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))
@@ -289,7 +289,7 @@ async def waiting(
     return tasks
 
 
-async def test_groups_with_slow_questions_get_a_quarter_of_the_worker_time_under_load() -> None:
+async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_under_load() -> None:
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -306,7 +306,7 @@ async def test_groups_with_slow_questions_get_a_quarter_of_the_worker_time_under
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_one_worker_slot_in_four_is_given_to_groups_with_slow_questions() -> None:
+async def test_one_worker_slot_in_four_is_given_to_groups_with_slow_requests() -> None:
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)

@@ -39,7 +39,7 @@ def test_wire_layout_rejects_an_unsupported_dtype_by_name() -> None:
         wire_layout([ParameterInfo("d", (1,), "int64")])
 
 
-def test_parameters_of_a_byte_range_are_found_by_their_first_byte() -> None:
+def test_parameters_whose_first_byte_is_in_a_byte_range_are_found() -> None:
     layout = wire_layout(INFOS)
     assert [(p.name, offset) for p, offset in parameters_in(layout, 24, 40)] == [("b", 24), ("c", 32)]
 

@@ -42,7 +42,7 @@ class LazyStream:
         self.exits += 1
 
     def to_host(self, data: torch.Tensor) -> Landed:
-        """Copy `data` late, into the buffer of the copy before the last one."""
+        """Return a copy that is made late, into the buffer that the copy before the last one used."""
         slot = self._pinned.pop(0)
         slot = slot if slot.numel() >= data.numel() else torch.empty(data.numel(), dtype=torch.uint8)
         self._pinned.append(slot)
@@ -81,7 +81,7 @@ def test_sender_never_overwrites_bytes_that_are_still_being_hashed(bucket_bytes:
 
 def test_error_in_the_hashing_thread_is_raised_by_the_next_append() -> None:
     digest = OverlappedDigest(HostStream(cores=8))
-    digest.append(torch.ones(3, requires_grad=True))  # has no numpy form
+    digest.append(torch.ones(3, requires_grad=True))  # cannot be converted to numpy
     with pytest.raises(RuntimeError, match="requires grad"):
         digest.append(NUMBERS[0])
 

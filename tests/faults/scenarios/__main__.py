@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{name:<18} {summary(name)}" for name in chosen))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up started processes
+    # SIGTERM raises an exception, so that `finally` clauses run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.disable(logging.ERROR)  # killed roles log errors, which are expected
     broken = False
     for name in chosen:

@@ -41,9 +41,9 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: A run whose processes are killed takes a minute, so the short form has only the read-only machine.
+#: The seeds of `make test`: only the read-only machine, because a run whose processes are killed takes a minute.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
-#: Two hundred kills (ten for each multiple of 8), and every other situation once.
+#: The seeds of `make chaos`: each situation once, and `KILLS` (multiples of 8) twenty times, with ten kills each.
 LONG = (*range(8), *range(8, 8 * 20, 8))
 
 ROLES: Final = ("controller", "engine-0", "actor-0", "trainer", "redis")
@@ -94,7 +94,7 @@ def _recipe(seed: int) -> dict[str, Any]:
 
 
 def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command prefix and environment variables that create the situation for the launcher."""
+    """Return the command prefix and environment variables that put the launcher into the situation."""
     match situation:
         case Situation.FEW_FILES:
             return ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"), {}
@@ -201,14 +201,14 @@ def _gets_on(run: LiveRun) -> None:
 
 
 def _closed(run: LiveRun) -> list[str]:
-    """Close the terminal; return sentences on a wrong exit status and on remaining processes."""
+    """Close the run's terminal (SIGHUP); return a sentence on a wrong exit status and on processes that remain."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
 def _settled(run: LiveRun) -> list[str]:
-    """End the run; return sentences on contradictions in its ledger and on remaining processes."""
+    """Stop the run; return a sentence for each contradiction in its ledger, and on processes that remain."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
         try:
@@ -229,10 +229,10 @@ def _left(run: LiveRun) -> list[str]:
 
 
 def unbalanced(run: LiveRun) -> list[str]:
-    """Return sentences on orders that the event log shows as lost or trained twice."""
+    """Return a sentence for each order that was trained twice, and for each contradiction of ledger and event log."""
     trained: dict[int, list[int]] = {}
     for event in run.events():
-        if event["kind"] == "trainer_ready":  # a restarted trainer begins at the last checkpoint; later work is lost
+        if event["kind"] == "trainer_ready":  # a restarted trainer resumes its last checkpoint and loses later steps
             trained = {step: orders for step, orders in trained.items() if step <= event["model_version"]}
         elif event["kind"] == "step":
             trained[event["step"]] = event["orders"]
@@ -248,7 +248,7 @@ def unbalanced(run: LiveRun) -> list[str]:
 
 
 def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
-    """Return sentences on a run that starts although nothing can be written."""
+    """Launch a run where nothing can be written; return its output unless it refuses to start in one sentence."""
     through = _mounted("-o ro", str(path.parent))
     if not through:
         return []

@@ -27,11 +27,13 @@ from tests.faults.scenarios.scenario import Verdict
 SHORT = range(2)
 LONG = range(6)
 
-#: The run must not learn, because runs whose answers become equal slow down.
+#: Overrides for a steady speed: with this learning rate the run learns nothing. If it learned, its answers would become
+#: equal, and it would slow down.
 _STEADY: Final = ("actor.groups_in_flight=8", "staleness.k=8", "optimizer.learning_rate=1e-9")
-#: The promises: the least fraction of the earlier speed, by kind of dead engine, and the seconds until an added engine
-#: serves. Engines that answer polls cost more, since each attempt to update them forms a new weight group.
+#: The fraction of the earlier speed that the run must keep, by kind of dead engine. Engines that answer polls cost
+#: more, since each attempt to update them forms a new weight group.
 _SPEED: Final = {"nobody listens": 0.9, "hangs up": 0.7}
+#: An engine that is added to the run must serve after at most this many seconds.
 _SERVES_WITHIN_S: Final = 30.0
 _ADDRESSES: Final = 3
 

@@ -4,9 +4,9 @@ The run plays `examples/guess_letter` on two engines: three turns per episode, w
 changing weights. Its model is a bigram, or the shipped one with torch (`uses_torch`). An engine, an environment's
 process, the actor or the trainer is killed during episodes. Then the promises of `role_killed` hold, and these:
 
-    tokens       a step's loss has each token that the model sampled in its rollouts exactly once
-    versions     the log-prob of each token is that by the published weights of its span's version (bigram)
-    rewards      each judged reward is that of the guesses in the rollout's tokens; a lost episode has none
+    tokens       a step's loss contains each token that the model sampled in its rollouts exactly once
+    versions     the published weights of a span's version give the recorded log-prob of each of its tokens (bigram)
+    rewards      each judged reward follows from the guesses in the rollout's tokens; a lost episode has no reward
     hosts        no process of an environment outlives its actor
     learning     rewards rise to `LEARNT` although processes die (bigram)
 """
@@ -43,28 +43,30 @@ SHORT = range(1)
 LONG = range(25)
 
 KILLS: Final = 4
-#: Kinds of processes; each block of this many kills has one of each, in random order.
+#: Kinds of processes to kill; each block of four kills has one of each, in random order. A `host` is the process of an
+#: environment, in which an episode runs.
 VICTIMS: Final = ("engine", "host", "actor", "trainer")
-#: Operations around which a role dies; `none` means any moment.
+#: The operations around which a role may be killed; `none` means at any moment.
 POINTS: Final = {
     "trainer": ("read", "update", "checkpoint", "append"),
     "actor": ("turn", "turn", "append", "none"),
     "engine": ("none",),
 }
-#: The share of killed hosts whose successor is also killed; an episode that loses its host twice leaves its group.
+#: The probability that the replacement of a killed host is killed too. An episode that loses two hosts is dropped from
+#: its group.
 KILLED_TWICE: Final = 0.5
 ENGINES: Final = ("engine", "other_engine")
 LONGEST_PAUSE_S: Final = 0.05
-#: The mean reward that the last `STEPS_JUDGED` steps must reach; it begins near 0.25.
+#: The mean reward that the last `STEPS_JUDGED` steps must reach; the first steps have about 0.25.
 LEARNT: Final = 0.5
 STEPS_JUDGED: Final = 10
-#: Tolerance of log-probs in float32.
+#: The largest difference at which two float32 log-probs count as equal.
 CLOSE: Final = 1e-4
 _SPECIAL: Final = re.compile(r"<\|\w+\|>")
 
 
 def uses_torch(seed: int) -> bool:
-    """Return True if the seed uses torch: one in five, since these runs take longer."""
+    """Return True if the run of this seed uses a torch model: one seed in five, since these runs take longer."""
     return seed % 5 == 4
 
 
@@ -123,7 +125,7 @@ def sections(seed: int, playing: Path) -> dict[str, Any]:
 
 @cache
 def model() -> Path:
-    """Return the bigram that can play the game, slowed down so that weights change within answers."""
+    """Return a bigram model that can play the game and decodes slowly, so that weights change during answers."""
     path = Path(mkdtemp(prefix="guessing-bigram-"))
     guessing(path)
     paced_bigram.set_pace(path, decode_s=0.002, step_s=0.0)
@@ -162,7 +164,7 @@ def disturb(cluster: Cluster, seed: int, number: int, victim: str, figures: Coun
 
 
 def playing_hosts(cluster: Cluster, number: int) -> list[psutil.Process]:
-    """Wait for an open episode and return the processes that play episodes."""
+    """Wait until an episode is open, and return the environment processes of all open episodes."""
     playing = cluster.directory / "open_episodes"
     cluster.until(lambda: open_episodes(playing), f"an open episode before kill {number}")
     return open_episodes(playing)
@@ -216,7 +218,10 @@ class Evidence:
             self.broken.append(f"{name} has the reward {rollout.verdict.reward}, its guesses earn {expected}")
 
     def _see_turn(self, name: str, turn: Turn, previous: np.ndarray[Any, Any], epoch: int) -> None:
-        """Compare a turn's log-probs with those of its spans' weights, of any epoch since the rollout's."""
+        """Compare a turn's log-probs with those that the published weights of each span's version give.
+
+        If several epochs published the version, any of them from the rollout's epoch on may match.
+        """
         self.figures["tokens"] += len(turn.token_ids)
         self.figures["answers across versions"] += len(turn.spans) > 1
         if self._logprobs is None:
@@ -237,7 +242,7 @@ class Evidence:
                 self.broken.append(f"{name}: a span of version {span.model_version} is off by {worst:.3g}")
 
     def _score(self, name: str, letter: str, turns: tuple[Turn, ...]) -> float:
-        """Return the reward of the guesses; note a hint that does not fit the guess before it."""
+        """Return the reward that the guesses earn; record each hint that does not fit the guess before it."""
         guesses = [self._text(turn.token_ids)[:1] for turn in turns]
         for guess, turn in zip(guesses, turns[1:], strict=False):
             hint = _SPECIAL.sub("", self._text(turn.context_token_ids))

@@ -1,7 +1,8 @@
 """Knobs change many times a second on a live run of two engines: it always takes the next step.
 
-The recipe is that of `make run`. At random intervals j and k change, and sometimes groups in flight and rollouts per
-step, so that limits fall on a full pipeline and rise on an empty one. Each step must follow within `STALL_S` seconds.
+The recipe is that of `make run`. At random intervals the staleness bounds j and k change, and sometimes groups in
+flight and rollouts per step, so that limits fall while the pipeline is full and rise while it is empty. Each step must
+follow within `STALL_S` seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
 def _storm(
     run: LiveRun, client: ControllerClient, draw: np.random.Generator, figures: Counter[str], storm_s: float
 ) -> list[str]:
-    """Change knobs for `storm_s` or until the run stalls; return sentences on stalls."""
+    """Change knobs for `storm_s` seconds or until the run stalls; return a sentence on the stall."""
     ends_at = time.monotonic() + storm_s
     steps, stepped_at = 0, time.monotonic()
     while (now := time.monotonic()) < ends_at:

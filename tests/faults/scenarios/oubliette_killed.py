@@ -29,7 +29,7 @@ SHORT = range(1)
 LONG = range(10)
 
 _KILLS: Final = 5
-#: The number of concurrent answers.
+#: The number of answers that are judged at the same time.
 _AT_ONCE: Final = 6
 _C: Final = (
     '#include <stdio.h>\nint main(void) {{ int n; return scanf("%d", &n) != 1 || printf("%d\\n", {} * n) < 0; }}'

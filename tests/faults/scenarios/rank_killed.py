@@ -1,8 +1,9 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
 Each seed is one real run with five kills of a random rank at random moments. After each, the other rank must end, and
-both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number of
-groups. Deaths noticed within a second are counted but not required, because they depend on the machine's load.
+both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained
+`GROUPS_IN_A_STEP` groups. Deaths noticed within a second are counted but not required, because they depend on the
+machine's load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SETTINGS = (
     "checkpoint.interval_steps=2",
     "launch.restarts=1000",
 )
-#: The rollouts per step of `tests.fakes.live_run.SMALL` over eight rollouts per group.
+#: The `rollouts_per_step` of `tests.fakes.live_run.SMALL`, divided by its eight rollouts per group.
 GROUPS_IN_A_STEP = 8
 
 
@@ -53,7 +54,7 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None:
-    """Wait for two steps; then kill a rank, and check that the other ends and that both come back."""
+    """Wait for two steps; then kill one rank, and check that the other rank ends and that both are restarted."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
     ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
@@ -71,7 +72,7 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
 
 
 def run_on(run: LiveRun, *, steps: int) -> None:
-    """Wait until the run has made `steps` further steps, of any version."""
+    """Wait until the run has made `steps` further steps; a step that repeats a version counts too."""
     before = len(run.steps())
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
 
@@ -98,9 +99,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """Return sentences on contradictions in the ledger, up to the version of the run's last step.
+    """Return a sentence for each contradiction between the final ledger and the version of the run's last step.
 
-    A trainer killed before its checkpoint was complete may have reached a later version; those steps do not count.
+    A trainer that was killed before its checkpoint was complete may have reached a later version, which does not count.
     """
     finished = run.events("run_finished")
     if not finished:

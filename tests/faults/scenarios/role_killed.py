@@ -37,8 +37,8 @@ SHORT = range(1)
 LONG = range(40)
 
 KILLS = 5
-#: Operations around which each role may die. A role that never performs the drawn operation is killed at any moment (a
-#: correct trainer acknowledges nothing).
+#: The operations around which each role may be killed. A role that does not perform the drawn operation is killed
+#: after a while all the same; for example, a correct trainer never acknowledges.
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
     "actor": ("append", "claim", "acknowledge", "renew"),
@@ -50,7 +50,7 @@ PARTITION = f"{ROLLOUTS}actor"
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """Run the scenario with one seed, which determines the killed roles; with a mutant, only the trainer is killed."""
+    """Run the scenario with one seed, which determines the killed roles; a mutant run kills only its flawed trainer."""
     broken: list[str] = []
     forgotten: set[int] = set()
     figures = Counter[str]()
@@ -96,7 +96,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
 
 
 def settle(cluster: Cluster) -> None:
-    """Wait for four more steps, then stop the run as its owner would."""
+    """Wait for four more steps, then stop the run by a request to its controller."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
@@ -105,7 +105,7 @@ def settle(cluster: Cluster) -> None:
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
-    """Return the entries that the next trainer will read; for a mutant, those not acknowledged."""
+    """Return the stream entries that the next trainer will read; for a mutant, those that are not acknowledged."""
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
         kept = {_number(entry_id) for entry_id, _ in server.xrange(key)}
@@ -121,7 +121,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Findings:
-    """A run's traces: its witness files, event log, last checkpoint and stream."""
+    """The lost and repeated orders of a run, found in its witness files, event log, last checkpoint and stream."""
 
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
@@ -146,7 +146,10 @@ class Findings:
         ]
 
     def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
-        """Return the groups that the newest checkpoint's weights have seen, as (order, copy), each step once."""
+        """Return the groups on which the newest checkpoint's weights were trained, as (order, copy).
+
+        A step that was repeated counts once.
+        """
         by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
         for step in steps:
             epoch, version = step["epoch"], step["version"]

@@ -22,7 +22,7 @@ _NOT_SCENARIOS = frozenset({"__main__", "scenario"})
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one seed: figures, which are summed over seeds, and a sentence for each broken promise."""
+    """The result of one seed: counts, which are summed over seeds, and a sentence for each broken promise."""
 
     figures: Mapping[str, int]
     broken: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def summary(name: str) -> str:
 
 
 def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Run the seeds in order, each in an empty directory; call `told` with a line of text after each."""
+    """Run the seeds in order, each in an empty directory; call `told` with a line of text after each seed."""
     tally = Tally(scenario)
     began = time.monotonic()
     for seed in seeds:

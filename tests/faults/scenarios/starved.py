@@ -58,7 +58,7 @@ class Situation(Enum):
 @final
 @dataclass
 class TimedController:
-    """The real controller, with a clock for a world that has none, and a list of its records."""
+    """The real controller with a clock, which the simulated world lacks, and with a list of its records."""
 
     inner: Controller
     now: float = 0.0
@@ -75,7 +75,7 @@ class TimedController:
 
 @dataclass
 class Starved:
-    """A run that works, lacks something for a while, then works again."""
+    """A simulated run that works, lacks something for a while (`situation`), then works again."""
 
     situation: Situation
     world: World
@@ -84,7 +84,7 @@ class Starved:
     starving: bool = False
 
     def second(self) -> None:
-        """Advance the clock by one second, in which one possible event happens."""
+        """Advance the clock by one second, and let one randomly chosen event happen."""
         self.timed.now += 1.0
         self.rng.choice(self._possible())()
         if self.timed.now % BEAT_S == 0 and not self._is(Situation.DEAD_ACTOR):
@@ -102,7 +102,7 @@ class Starved:
             self.world.begin()
 
     def fall(self) -> str:
-        """Enter the situation; return the error that it raises at once, or ""."""
+        """Enter the situation; return the message of the error that this raises, or "" if it raises none."""
         self.starving = True
         match self.situation:
             case Situation.DEAD_ENGINE:
@@ -160,7 +160,7 @@ def drawn(seed: int) -> Starved:
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
-    # `giving_up` ends a run without engines; this run must wait without limit.
+    # The controller would end a run that has no engine for `engine_timeout_s`; here the run must wait without limit.
     made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]

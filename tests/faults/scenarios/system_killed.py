@@ -1,6 +1,6 @@
 """Launcher, roles and Redis are killed at once: losses, weights and prompts equal those of an undisturbed run.
 
-Lockstep runs (j = k = 1, ratio over recomputed log-probs) on the CPU are functions of their seed. `pipelinerl run` is
+Lockstep runs (j = k = 1, ratio over recomputed log-probs) on the CPU are determined by their seed. `pipelinerl run` is
 killed at a random length of its event log, then resumed. Metrics and trained orders of every step, and the files of the
 last checkpoint, must equal those of the undisturbed run bit by bit.
 """
@@ -74,13 +74,13 @@ def kill_everything(run: LiveRun) -> int:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it ended together with the launcher
+            continue  # this process ended together with the launcher
     run.launcher.wait()
     return len(processes)
 
 
 def differences(expected: Learned, found: Learned) -> list[str]:
-    """Return a sentence for each difference of `found` from the undisturbed run."""
+    """Return a sentence for each value in which `found` differs from `expected`, the undisturbed run."""
     told = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
         for step, figures in expected.steps.items()

@@ -21,7 +21,7 @@ SHORT = range(1)
 LONG = range(10)
 
 GRACE_S = 30.0
-#: A stop comes within this many seconds of the launch; a run needs three or four to start.
+#: SIGTERM comes at a random moment within this many seconds of the launch; a run needs three or four to start.
 _WITHIN_S = 12.0
 
 
@@ -55,7 +55,7 @@ def _arguments(path: Path) -> list[str]:
 
 
 def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[str]:
-    """Return sentences on promises that a stopped launch has broken."""
+    """Return a sentence for each promise that a stopped launch has broken."""
     found = []
     if status not in (130, 143, -signal.SIGTERM):
         found.append(f"ended with {status}:\n{run.story()}")

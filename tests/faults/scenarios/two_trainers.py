@@ -55,16 +55,16 @@ class TakeOver:
     checkpoints: dict[str, int] = field(default_factory=dict)
     newest_weights: int = 0
     claimed: bool = True
-    """True if the second trainer had claimed the checkpoints; it starts again from one committed before."""
+    """True if the second trainer had claimed the checkpoints; until then, the first may still commit one."""
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Run the scenario with one seed; with a mutant, only the fence could stop the first trainer."""
+    """Run the scenario with one seed; with a mutant, each take-over is one that only the fence could prevent."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0
     with running(directory, seed=seed, mutant=mutant) as cluster:
-        cluster.supervised.add("trainer")  # restart this trainer if it started during a take-over
+        cluster.supervised.add("trainer")  # restart a trainer that fails because it started during a take-over
         try:
             for number in range(take_overs):
                 found = take_over(cluster, generator(seed, "take-over", number), figures, mutant=mutant)
@@ -77,18 +77,19 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
 
 
 def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
-    """Suspend the trainer, start another, resume the first; return sentences on what the first wrote nevertheless."""
+    """Suspend the trainer, start another, resume the first; return a sentence for each effect of the first since."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
-        # A mutant is suspended when its checkpoint is durable; before that, a slow disk could let it be fenced too
-        # early.
+        # Suspend a mutant only once its checkpoint is durable: from an earlier point, a slow disk could delay its
+        # commit until after it is fenced.
         operation = "durable" if mutant else str(random.choice(POINTS))
         patience_s = PATIENCE_S if mutant else 2.0
         points = int(random.integers(6))
         in_a_write = stop(cluster, first.pid, operation=operation, points=points, up_to_s=patience_s)
         figures["in the middle of a write"] += in_a_write
-        # The second trainer may be suspended only at this point: elsewhere, the first may hold the fence's lock.
+        # Suspend the second trainer only if the first is suspended at a checkpoint: at other points, the first may hold
+        # the fence's lock.
         by_the_fence = in_a_write and (bool(mutant) or (operation == "checkpoint" and bool(random.integers(2))))
         figures["held by the fence alone"] += by_the_fence
         epoch = len(cluster.events("trainer_ready"))
@@ -103,7 +104,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
         seen = before(cluster, epoch)
         os.kill(first.pid, signal.SIGCONT)
         cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
-        written = list(put_in_place(cluster, seen))  # the second trainer will replace these checkpoints
+        written = list(put_in_place(cluster, seen))  # look before the second trainer replaces checkpoints
         if by_the_fence:
             os.kill(cluster.processes["trainer"].pid, signal.SIGCONT)
     finally:
@@ -117,7 +118,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
 
 
 def head_start(cluster: Cluster, *, up_to_s: float) -> None:
-    """Give the second trainer time for a step; an unfinished broadcast of the first may block its publication."""
+    """Wait up to `up_to_s` seconds for a step of the second trainer; a broadcast of the first may block the second."""
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -156,7 +157,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
-    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # read before the checkpoints
+    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # read before the checkpoints are listed
     return TakeOver(
         epoch,
         events=len(_told(cluster)),
@@ -167,7 +168,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
 
 
 def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
-    """Yield sentences on checkpoints of the fenced trainer that appeared after `seen`."""
+    """Yield a sentence for each checkpoint that the fenced trainer put in place after `seen`."""
     for name, inode in _checkpoints(cluster).items():
         path = cluster.directory / "checkpoints" / name
         if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
@@ -175,8 +176,8 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
-    """Yield sentences on the fenced trainer's other effects after `seen`."""
-    told = _told(cluster)[seen.events :]  # read before the reports, which are witnessed earlier
+    """Yield a sentence for each effect of the fenced trainer after `seen`, other than a checkpoint."""
+    told = _told(cluster)[seen.events :]  # read the events first: each report is witnessed before its event
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
         version = event["model_version"]
@@ -197,7 +198,7 @@ def _told(cluster: Cluster) -> list[Any]:
 
 
 def _checkpoints(cluster: Cluster) -> dict[str, int]:
-    """Return the inode of each checkpoint by name; the second trainer may remove one during the listing."""
+    """Return the inode of each checkpoint by name, without those that the second trainer removes meanwhile."""
     found = {}
     for path in (cluster.directory / "checkpoints").glob("step-*"):
         with suppress(FileNotFoundError):

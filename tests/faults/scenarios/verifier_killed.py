@@ -141,7 +141,7 @@ async def _until(holds: object) -> None:
 
 
 def _still_there(find: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Return what `find` still finds at the deadline; the kernel needs a free core to end killed processes."""
+    """Call `find` until it finds nothing or a deadline passes, as killed processes end late; return its last result."""
     deadline = time.monotonic() + PATIENCE_S
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The nodes' records, and a node that finds no launch to serve."""
+"""The files in which a cluster's nodes keep their state, and a node that finds no launch to serve."""
 
 from __future__ import annotations
 

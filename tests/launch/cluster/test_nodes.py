@@ -32,7 +32,7 @@ def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def _verified(run: LiveRun) -> int:
-    """Count the canaries that an engine of the second host passed."""
+    """Count the canary checks that an engine of the second host passed."""
     return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
 
 

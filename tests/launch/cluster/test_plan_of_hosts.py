@@ -133,7 +133,7 @@ def test_impossible_hosts_are_rejected_with_a_remedy(
         _launch(config, read_hosts(config, words, count=None, gpus=gpus))
 
 
-def test_hosts_can_be_given_by_count() -> None:
+def test_hosts_can_be_given_as_a_number_instead_of_by_name() -> None:
     hosts = read_hosts(_config(), [], count=2, gpus=4)
     assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
         ("host-0", "host-0", 4), ("host-1", "host-1", 4),

@@ -65,7 +65,7 @@ def test_ray_bundle_has_the_resources_of_its_host() -> None:
     ]
 
 
-def test_argument_that_describes_a_host_is_read_as_the_same_host() -> None:
+def test_host_survives_a_round_trip_through_its_command_line_argument() -> None:
     (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
     assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
     assert host.devices == numbered_devices(2)
@@ -104,7 +104,7 @@ def test_ray_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> 
 
 
 def _served(run: LiveRun) -> int:
-    """Count the canaries that engines passed."""
+    """Count the canary checks that engines passed."""
     return len(run.events("engine_verified"))
 
 

@@ -43,7 +43,7 @@ def a_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """Yield a page in its own context, with the key of the server at `url`; `options` are playwright's."""
+    """Yield a page that has the key of the server at `url`; `options` are those of a playwright context."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options)
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": TOKEN, "url": url}])

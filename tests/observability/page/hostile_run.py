@@ -35,7 +35,7 @@ _WAYS: Final = (
 )
 _BEFORE: Final = ("", "</div>", "-->", "]]>", "\u202e", "\x00", "&lt;", "`", "<!--", "\u2028")
 
-#: Every way with every prefix.
+#: Each way to run code, with each prefix.
 HOSTILE: Final = tuple(
     f"{before}{way.format(i=number)}"
     for number, (before, way) in enumerate((before, way) for before in _BEFORE for way in _WAYS)
@@ -70,7 +70,7 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 def long_silent(run_dir: Path) -> Path:
-    """Make every event a minute older: a run that has just written does not yet count as killed."""
+    """Make every event a minute older, since a run that has just written an event does not yet count as killed."""
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))

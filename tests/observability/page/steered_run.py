@@ -1,4 +1,4 @@
-"""A run that is live from its page's view: files written in advance, and the real controller.
+"""A run that the live page takes for a running one: files written in advance, and the real controller.
 
 Changes go to the controller's own HTTP API, and their results appear in its events. The test reports steps in place of
 a trainer.
@@ -49,7 +49,7 @@ class SteeredRun:
 def steered_run(directory: Path) -> Iterator[SteeredRun]:
     """Yield a run of one engine with k = 4; its controller ends abruptly with the block."""
     written_run(directory, steps=1, end=False, overrides=["sampling.group_size=2"])
-    recipe = (directory / "recipe.toml").read_text()  # use the domains of the controller in this test
+    recipe = (directory / "recipe.toml").read_text()  # gets the controller's domains
     (directory / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     begun: Future[tuple[SteeredRun, asyncio.Future[None]]] = Future()
 

@@ -32,14 +32,15 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 STEPS: Final = 12
 SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
 ROWS: Final = 1000
-#: Figures that the screen charts for every run, in their order.
+#: The metrics that the first screen charts for every run, in the order of the charts.
 CHARTED: Final = (
     "reward", "accuracy", "staleness_mean", "staleness_max", "entropy", "grad_norm", "loss", "step_s", "wait_s",
     "sampled_tokens", "tokens", "clip_fraction", "ess", "mismatch_numerics_p95", "mismatch_staleness_p95",
     "mismatch_cache_p95", "learning_rate",
 )  # fmt: skip
 
-#: Visible texts and controls with a contrast below 4.5 (WCAG 2, relative luminance), composed over their background.
+#: JavaScript that counts the visible texts and controls, and finds those with a contrast below 4.5 (WCAG 2, relative
+#: luminance) to their background.
 CONTRASTS: Final = """() => {
   const channels = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
   const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
@@ -65,26 +66,26 @@ CONTRASTS: Final = """() => {
   return { seen: seen.length, low };
 }"""
 
-#: Empty if the focused element shows its focus; otherwise its HTML.
+#: JavaScript that returns "" if the focused element shows an outline, and the element's HTML otherwise.
 UNSEEN_FOCUS: Final = """() => {
   const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
   return outlineStyle !== "none" && parseFloat(outlineWidth) >= 1 ? "" : document.activeElement.outerHTML.slice(0, 200);
 }"""
 
-#: The step that the page shows.
+#: JavaScript expression for the step number that the page shows.
 STEP: Final = "Number(document.querySelector('.facts').textContent.match(/step ([\\d,]+)/)[1].replaceAll(',', ''))"
 
-#: Makes the page believe that it is hidden or visible.
+#: JavaScript that makes the page behave as if its tab were hidden or visible.
 VISIBILITY: Final = """(hidden) => {
   Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-#: The last requests: address, start and end in milliseconds of the page's life, and status.
+#: JavaScript that returns the page's last 20 requests: address, start and end in ms since the page began, and status.
 ASKED: Final = """() => performance.getEntriesByType("resource").slice(-20)
   .map((each) => [each.name, Math.round(each.startTime), Math.round(each.responseEnd), each.responseStatus])"""
 
-#: True if anything is drawn on the canvas.
+#: JavaScript that returns true if anything is drawn on the canvas.
 DRAWN: Final = """(canvas) => {
   const { width, height } = canvas;
   return width > 0 && canvas.getContext("2d").getImageData(0, 0, width, height).data.some((each) => each > 0);
@@ -97,7 +98,7 @@ def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
 
 
 def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
-    """Return path and query of the Now screen's request, for a run of these facts and a page that holds these rows."""
+    """Return path and query of the Now screen's request, if the page has received `facts` and, so far, `rows`."""
     domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
     known = set(facts["metrics"])
     metrics = [name for name in (*CHARTED, *domains) if name in known]
@@ -344,7 +345,7 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
             expected = now_question(facts, rows)
             assert next(each for each in asked if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
             assert {path for path, _ in asked} <= {"/api/now", "/api/run"}
-            for step, norm in ((30, 1.5), (42, 8.5)):  # resumed: later steps are void although the run continues
+            for step, norm in ((30, 1.5), (42, 8.5)):  # a resumed run, whose steps after 30 are void
                 write(log, last | {"step": step, "grad_norm": norm})
             gradient("8.5").wait_for()
             assert now_question(facts) in asked
@@ -369,7 +370,7 @@ def question_of(url: str) -> tuple[str, dict[str, str]]:
 
 
 def test_link_followed_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
-    """The link is followed after the first drawing and before its effects."""
+    """The link is followed after the page is first drawn and before the effects of that drawing run."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
         page.reload()
@@ -445,7 +446,8 @@ def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser,
         assert "smooth=5" in page.url
         figure.locator("canvas").hover()
         expect(figure.locator("b")).to_contain_text("at step")
-        expect(page.locator("figure").filter(has_text="Loss").locator("b")).to_contain_text("at step")  # in all charts
+        # All charts show their value at the pointer's step, not only the one under the pointer.
+        expect(page.locator("figure").filter(has_text="Loss").locator("b")).to_contain_text("at step")
         box = figure.locator("canvas").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 50)
@@ -493,7 +495,7 @@ def test_slider_changes_staleness_k_of_a_live_controller(browser: Browser, tmp_p
             k_is_moved_to_6(page, server)
             assert moved_to(run.events("knobs"), 6)
             run.takes(2)
-            page.wait_for_function(f"() => {STEP} === 2")  # pushed by the stream
+            page.wait_for_function(f"() => {STEP} === 2")  # the event stream pushes the step to the page
     with served_page(long_silent(run.directory)) as server, opened(browser, server.url) as page:
         go(page, server.url, "steer")
         expect(page.locator("main")).to_contain_text("ended unexpectedly")
@@ -509,7 +511,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
     apply = page.get_by_role("button", name="Apply")
     warmer = page.get_by_role("textbox", name="temperature")
     warmer.fill("-1")
-    expect(page.locator("form .why")).to_contain_text("temperature must be")  # checked before it is sent
+    expect(page.locator("form .why")).to_contain_text("temperature must be")  # not sent to the server
     expect(apply).to_be_disabled()
     page.get_by_role("button", name="Undo").click()
     slider = page.get_by_role("slider", name="k, slider", exact=True)
@@ -535,7 +537,7 @@ def test_slider_changes_staleness_k_of_a_live_run(browser: Browser, tmp_path: Pa
             run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
             step = newest(run.steps)
             run.until_step(step + 2)
-            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # pushed by the stream
+            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # the event stream pushes it to the page
             run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")

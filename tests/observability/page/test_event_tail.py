@@ -1,4 +1,4 @@
-"""Each complete line of an event log is read once, also if the file grows or is replaced."""
+"""Each complete line of an event log is read once, even if the file grows or is replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_all(tail: EventTail) -> list[int]:
             return found
 
 
-def test_tail_reads_appended_lines_and_waits_for_an_incomplete_one(tmp_path: Path) -> None:
+def test_event_tail_reads_appended_lines_and_waits_for_the_end_of_an_incomplete_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = EventTail(path)
     assert tail.read().events == [] and tail.share == 1.0

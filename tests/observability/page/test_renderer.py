@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-#: Runs `body` with `html`, the hooks and an empty `place`; `settled()` waits until state changes are drawn.
+#: JavaScript that runs `body` with the renderer's functions and an empty element `place`; `settled()` waits until
+#: state changes are drawn.
 SETUP = """async (body) => {
   const view = await import("/static/view.js");
   const place = document.createElement("div");

@@ -1,4 +1,4 @@
-"""A run's view: current state, undone steps, bounded memory, and malformed events."""
+"""The live page's view of a run: current state, undone steps, bounded memory, and malformed events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_resumed_run_clears_its_end_state_and_the_steps_it_repeats() -> None:
+def test_view_of_a_resumed_run_drops_its_earlier_end_and_the_repeated_steps() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -52,7 +52,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_after_returns_the_marks_that_were_kept_after_the_given_number() -> None:
+def test_marks_after_a_number_are_the_kept_marks_with_higher_numbers() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})

@@ -1,4 +1,4 @@
-"""Step columns keep every outlier, merged or not, in bounded memory and across resumes."""
+"""The table of step metrics keeps every outlier, even in merged rows, in bounded memory and across resumes."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_plain_columns_rounds_each_column_like_plain() -> None:
+def test_plain_columns_function_rounds_each_column_like_the_plain_function() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
-def test_step_table_returns_rows_of_a_window_and_omits_missing_figures() -> None:
+def test_step_table_returns_rows_of_a_window_and_omits_missing_metrics() -> None:
     made = table(100)
     assert made.rows(["reward"], points=10, first=11, last=20).places["step"].tolist() == list(range(11, 21))
     assert made.rows(["reward"], points=10, first=200).means["reward"].tolist() == []
@@ -79,7 +79,7 @@ def test_step_table_returns_rows_of_a_window_and_omits_missing_figures() -> None
     assert StepTable().rows(["reward"], points=10).places["step"].tolist() == [] and StepTable().bounds == (0, 0)
 
 
-def test_domain_figures_get_path_names_and_invalid_values_are_ignored() -> None:
+def test_metrics_of_domains_get_path_names_and_invalid_values_are_ignored() -> None:
     made = StepTable()
     odd = {"huge": 10**400, "nan": math.nan, "text": "x", "flag": True, "list": [1], "big": 1e200}
     domains = {"a/b": {"reward": 1.0, "x": "y"}, "c": 3}
@@ -91,7 +91,7 @@ def test_domain_figures_get_path_names_and_invalid_values_are_ignored() -> None:
     assert made.count == 1
 
 
-def test_figure_is_nan_before_it_first_appears_and_excess_figures_are_dropped() -> None:
+def test_metric_is_nan_before_it_first_appears_and_excess_metrics_are_dropped() -> None:
     made = table(10)
     made.add({"step": 11, **{f"figure {number}": 1.0 for number in range(2 * MOST_FIGURES)}})
     assert len(made.figures) == MOST_FIGURES
@@ -99,7 +99,7 @@ def test_figure_is_nan_before_it_first_appears_and_excess_figures_are_dropped() 
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_rounds_values_to_significant_digits() -> None:
+def test_plain_function_rounds_values_to_significant_digits() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

@@ -1,4 +1,4 @@
-"""Queries and readers of the sample log, while files grow and after they are torn."""
+"""Queries and readers of the sample log, while its files grow and after a kill has left an incomplete line."""
 
 from __future__ import annotations
 

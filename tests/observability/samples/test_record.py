@@ -1,4 +1,4 @@
-"""An encoded line holds its group within the byte limit, whatever its texts contain."""
+"""A line of the sample log encodes its group within the byte limit, whatever the group's texts contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log is bounded, never blocks, is intact after a kill, and is harmless without a disk."""
+"""The sample log is bounded, never blocks, is intact after a kill, and raises no error without a usable disk."""
 
 from __future__ import annotations
 

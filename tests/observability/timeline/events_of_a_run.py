@@ -6,7 +6,7 @@ from typing import Any
 
 A, B = "http://127.0.0.1:4001", "http://127.0.0.1:4002"
 BEGAN = 1.76e9
-#: Seconds of a step: wait, then compute.
+#: The seconds for which the trainer waits for rollouts in each step, and for which it then computes.
 WAIT_S, STEP_S = 0.25, 0.5
 
 Events = list[dict[str, Any]]
@@ -17,7 +17,7 @@ def event(kind: str, elapsed_s: float, **fields: Any) -> dict[str, Any]:
 
 
 def stages(order: int, at: float, *, engine: str = A, spans: Any = ((0, 4), (1, 2))) -> list[Any]:
-    """Return stages in Unix seconds: claimed a second before `at`, mostly sampling, then verification."""
+    """Return the stages of an order in Unix seconds: claimed 1 s before `at`, sampled 0.2 s, judged 0.1 s before."""
     return [order, BEGAN + at - 1.0, BEGAN + at - 0.2, BEGAN + at - 0.1, engine, [list(span) for span in spans]]
 
 
@@ -36,7 +36,10 @@ def publish(version: int, at: float, *urls: str) -> dict[str, Any]:
 
 
 def run(steps: int = 6, *, ended: bool = True) -> Events:
-    """Return a run with a step per second from second 10 on, each published at once, after an evaluation."""
+    """Return the events of a run: an evaluation, then one step per second from second 10 on.
+
+    Each version is published 0.1 s after its step; if not `ended`, the last events are missing.
+    """
     made = [
         event("run_started", 0.5, run="tiny"),
         event("engine_joined", 1.0, url=A),

@@ -70,7 +70,7 @@ def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
 
 
 def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
-    """Return the spans on the path of each flow of that name."""
+    """Return, for each flow (chain of arrows) of that name, the names of the spans that it connects."""
     spans, flows = _spans(trace), defaultdict(list)
     for each in trace:
         if each["ph"] in "stf" and each["name"] == name:
@@ -79,11 +79,11 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_order_flow_leads_through_its_stages_to_its_training_step() -> None:
+def test_trace_links_an_order_through_its_stages_to_its_training_step() -> None:
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_version_flow_leads_from_its_step_through_publication_to_engines() -> None:
+def test_trace_links_a_version_from_its_step_through_its_publication_to_the_engines() -> None:
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}

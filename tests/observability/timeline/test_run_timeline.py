@@ -32,7 +32,7 @@ def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
     return dict(track)
 
 
-def test_timeline_lists_engine_lanes_before_all_others() -> None:
+def test_timeline_lists_the_lanes_of_engines_before_all_other_lanes() -> None:
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
@@ -71,7 +71,7 @@ def test_long_span_is_not_merged_with_short_ones() -> None:
     assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
 
 
-def test_merged_spans_have_the_value_of_the_longest() -> None:
+def test_merged_spans_have_the_value_of_the_longest_span() -> None:
     track = Track()
     for number, length in enumerate((0.01, 0.3, 0.02)):
         track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
@@ -109,7 +109,7 @@ def test_timeline_window_has_only_marks_within_its_time() -> None:
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 
 
-def test_run_without_events_has_empty_lanes() -> None:
+def test_timeline_of_a_run_without_events_has_empty_lanes() -> None:
     window = RunTimeline().window()
     assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
     assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])

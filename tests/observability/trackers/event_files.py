@@ -16,7 +16,7 @@ def _masked(data: bytes) -> int:
 
 
 def records(path: Path) -> list[Event]:
-    """Return every record of a file; raises AssertionError if one is torn or damaged."""
+    """Return every record of a file; raise `AssertionError` if a record is torn or damaged."""
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):
         header = data[at : at + 8]
@@ -31,7 +31,7 @@ def records(path: Path) -> list[Event]:
 
 
 def points(directory: Path) -> Counter[tuple[str, int, float]]:
-    """Return the count of each (name, step, value) over all files in order of name."""
+    """Return how often each (metric name, step, value) occurs in all event files of the directory."""
     found: Counter[tuple[str, int, float]] = Counter()
     for path in sorted(directory.glob("events.out.tfevents.*")):
         for event in records(path):
@@ -43,5 +43,5 @@ def points(directory: Path) -> Counter[tuple[str, int, float]]:
 
 
 def series(directory: Path, name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of one name, with repetitions."""
+    """Return the (step, value) pairs of one metric, including repeated pairs."""
     return sorted((step, value) for tag, step, value in points(directory).elements() if tag == name)

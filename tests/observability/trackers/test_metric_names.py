@@ -26,7 +26,7 @@ def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
     return row
 
 
-def test_step_row_includes_figures_since_the_previous_step() -> None:
+def test_step_row_includes_metrics_since_the_previous_step() -> None:
     reader = MetricReader()
     for tokens in (100.0, 300.0):
         assert list(reader.read(event("engines", 1.0, tokens_per_s=tokens, occupancy=0.5))) == []
@@ -65,7 +65,7 @@ def test_evaluation_row_has_the_evaluated_version_as_step() -> None:
     )
 
 
-def test_trainer_restart_at_an_earlier_version_rewinds_later_steps() -> None:
+def test_tracker_rewinds_later_steps_if_the_trainer_restarts_at_an_earlier_version() -> None:
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []

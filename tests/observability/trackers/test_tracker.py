@@ -1,4 +1,4 @@
-"""A tracker receives each figure once, even if its process is killed or the run resumes from a checkpoint."""
+"""A tracker receives each metric value once, even if its process is killed or the run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _steps(first: int, last: int, *, reward: float = 0.5) -> list[dict[str, Any]
     return [step(number, number) | {"reward": reward} for number in range(first, last + 1)]
 
 
-def test_tensorboard_files_contain_every_figure_once(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_every_metric_value_once(tmp_path: Path) -> None:
     _leave(tmp_path, run(5))
     assert _fed(tmp_path)
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 6)]

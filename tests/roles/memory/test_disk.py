@@ -1,4 +1,4 @@
-"""Machine-dependent defaults are resolved from the memory's size and recorded."""
+"""Defaults that depend on the machine's memory are computed when a run starts, and recorded in its recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_default_micro_batch_is_the_largest_that_fits() -> None:
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
 
 
-def test_memory_error_names_a_key_and_a_value_that_fits() -> None:
+def test_memory_error_names_a_recipe_key_and_a_value_that_fits() -> None:
     config = recipe("trainer.micro_batch_tokens=16384")
     predicted = predict(config, objective_of(config))
     whole = sum(each.total for each in predicted.by_process.values())

@@ -95,7 +95,7 @@ def test_optimizer_state_is_counted_on_the_device_or_the_host(large):
     assert "with trainer.options.optimizer.place=host (" in advice
 
 
-def test_rounded_weights_of_engines_are_counted_where_passes_use_them(large):
+def test_memory_of_rounded_weights_is_counted_if_the_trainers_passes_use_them(large):
     shape = read_shape(large)
     plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
     assert "served" not in plain.parts, "engines hold fp32"
@@ -141,7 +141,7 @@ def test_memory_prediction_uses_the_trainers_logits_chunk_size():
     assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
 
 
-def test_process_that_does_not_fit_gets_advice_that_suffices(large):
+def test_process_that_does_not_fit_gets_advice_with_which_it_fits(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
     engine = EngineMemory(

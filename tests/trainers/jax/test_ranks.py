@@ -46,10 +46,10 @@ from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, TrainerSpec
 
-#: Silence limit of the trainer under test; no test process may hang longer.
+#: The seconds after which the trainer under test gives up a silent rank.
 SILENCE_S = 5
 ENVIRONMENT = {
-    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # the last such flag wins
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # repeated flag: the last wins
     "OMP_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles its own programs, as on hosts without a shared disk
@@ -64,7 +64,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Run rank 0, with the jobs `what` in sequence, and the role of rank 1."""
+    """Run rank 0, which performs the jobs `what` in sequence, and the role of rank 1; yield both processes."""
     (port,) = free_ports(1)
     rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), *what]
     distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
@@ -95,7 +95,7 @@ def until_ready(rank0: subprocess.Popen[str]) -> None:
 
 
 def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -> str:
-    """Return rank 0's output from when it is ready and rank 1 receives the signal."""
+    """Send rank 1 the signal once rank 0 is ready; return the rest of rank 0's output."""
     with pair(model, directory, *what) as (rank0, rank1):
         until_ready(rank0)
         rank1.send_signal(how)

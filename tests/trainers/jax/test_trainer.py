@@ -258,7 +258,9 @@ def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_
 @pytest.mark.parametrize(
     ("head", "rounding"), [(HeadPrecision.MODEL, Rounding.NEAREST), (HeadPrecision.FP32, Rounding.DITHERED)]
 )
-def test_passes_use_weights_as_engines_hold_them(model_path, tmp_path, micro_batch, head, rounding):
+def test_jax_trainer_passes_use_the_rounded_weights_that_engines_serve(
+    model_path, tmp_path, micro_batch, head, rounding
+):
     path = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
     trainer, batch = started(path, head_precision=head, rounding=rounding), micro_batch()

@@ -1,4 +1,4 @@
-"""Rank 0 runs commands on the other ranks and ends them, as done or as failed."""
+"""Rank 0 runs commands on the other ranks, and ends these ranks as finished or as failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_contract.errors import RankError
 
 
 def two_ranks() -> tuple[Ranks, Channel]:
-    """Return both ends of a connection; the loss of a rank does not end the test process a minute later."""
+    """Return rank 0's ranks, and rank 1's end of the connection; losing a rank does not end the test process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         other = Channel(server.accept()[0], peer="rank 0", silence_s=PATIENCE_S)
@@ -60,7 +60,7 @@ def test_commands_after_the_loss_of_a_rank_raise() -> None:
         ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
 
 
-def test_closing_the_iterator_early_waits_for_the_verb_in_progress() -> None:
+def test_closing_the_result_iterator_early_waits_for_commands_in_progress() -> None:
     told: list[str] = []
 
     def begun() -> Iterator[Callable[[], int]]:

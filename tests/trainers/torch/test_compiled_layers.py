@@ -1,4 +1,4 @@
-"""Compiled layers against uncompiled ones: whole, with checkpoints, with adapters, and with masters on the host."""
+"""Compiled layers against uncompiled ones, also with gradient checkpointing, adapters, and masters on the host."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def measured(path, batch, *, compiled, device, precision=Precision.BF16, options
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's own compiler
 def test_compiled_layers_are_as_exact_as_uncompiled_layers(kind, device, model_path, micro_batch):
     """Compiled and uncompiled layers differ by less than bf16 differs from fp32, before and after a step."""
     batch, path, fields = micro_batch(), model_path("qwen3"), KINDS[kind]

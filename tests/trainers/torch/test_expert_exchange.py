@@ -1,4 +1,4 @@
-"""Expert parallelism without its exchange; `test_mesh.py` runs it on several processes."""
+"""Expert parallelism is rejected if tokens cannot be exchanged; `test_mesh.py` runs it on several processes."""
 
 from __future__ import annotations
 

@@ -34,30 +34,30 @@ from trainer_contract.types import Device, TrainerSpec
 
 JOINED = {"coordinator": "127.0.0.1:1"}
 TWO = {"dp_shard": 2}
-#: Both processes share each micro-batch.
+#: Context parallelism: both processes share each micro-batch.
 CP = {"mesh": {"cp": 2}}
 LORA = {"rank": 4, "alpha": 8}
-#: Moments in half the memory, with stochastic rounding.
+#: Optimizer moments in bf16, with stochastic rounding, take half the memory.
 SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
-#: Gradients are reduced in every backward.
+#: Each process keeps only its rows of the gradients, which are reduced in every backward.
 DIVIDED = {"gradients": "divided"}
-#: Tokens are sent to their experts.
+#: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
-#: Tied and untied embeddings, a Conv1D, and a value head.
+#: Models and heads from which two processes begin: tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
-#: Checks of the kit in which the ranks must agree; slow tests run the whole kit.
+#: The checks of the conformance kit in which ranks must agree; slow tests run the whole kit.
 AGREED = [
     "forward_at_has_no_side_effect",
     "parts_equal_the_whole",
     "non_finite_is_refused",
     "concurrent_reads_see_the_last_step",
 ]
-#: The models and heads that run the kit on every mesh.
+#: The models and heads on which the conformance kit runs on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
-#: The number of context-parallel steps; the slow tests take 20.
+#: The number of steps of the fast tests of context parallelism; the slow tests take 20.
 FEW = 6
-#: A directory, rank 0's job there, and its arguments.
+#: The directory of a job's results, the name of the job, which rank 0 performs, and the job's arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -66,7 +66,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
     ("views", "devices", "local_rank", "indices"),
     [
         ([1, 2, 3], 1, None, [0, 0, 0]),  # as the launcher starts them: each rank sees its own GPU
-        ([1, 1, 1], 4, None, [0, 1, 2]),  # started by hand on one host
+        ([1, 1, 1], 4, None, [0, 1, 2]),  # started manually on one host
         ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # on two hosts
         ([1, 2, 1], 2, None, [0, 0, 1]),  # ranks of two hosts in turn
         ([1, 1], 4, 3, [3, 3]),
@@ -135,7 +135,7 @@ def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
 
 
 def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
-    """Run the jobs, of which the last is `until_lost`, then lose one of two ranks; return the other's output."""
+    """Run the jobs, of which the last is `until_lost`, then signal one of two ranks; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
         said = list(iter(ranks[0].stdout.readline, "ready\n"))
@@ -149,12 +149,12 @@ def found(directory: Path) -> Any:
 
 
 def arrays(directory: Path) -> dict[str, np.ndarray]:
-    """Return all saved arrays: losses, norms, predictions, weights or gradient."""
+    """Return all arrays that a job saved in the directory: losses, norms, predictions, weights or gradient."""
     return {f"{file.stem}.{key}": array for file in directory.glob("*.npz") for key, array in np.load(file).items()}
 
 
 def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: str) -> float:
-    """Return the L2 distance over all arrays of a part, relative to theirs."""
+    """Return the relative L2 distance of two results over all arrays of one part, such as `weights`."""
     names = [name for name in theirs if name.startswith(part)]
     assert names and set(names) <= ours.keys()
     apart = sum(float(((ours[name].astype(np.float64) - theirs[name]) ** 2).sum()) for name in names)
@@ -201,9 +201,9 @@ def begun(model_path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
-    """Take the first 20 steps and the gradient in two processes, run some of the kit, then kill rank 1.
+    """Take the first 20 steps and the gradient in two processes, run some checks of the kit, then kill rank 1.
 
-    From the state of two processes, one continues for 5 steps, and two for 5 more.
+    One process resumes their state and takes 5 steps, and two processes resume that state and take 5 more.
     """
     directory = tmp_path_factory.mktemp("two")
     after = {"model": model, "restore_from": str(directory / "alone" / "state")}
@@ -347,7 +347,7 @@ def test_error_on_one_process_is_raised_on_all_and_they_continue(two):
 
 @pytest.mark.timeout(600)
 def test_gradients_reduced_in_every_backward_match_one_process(one, two):
-    """Five micro-batches, in three rounds."""
+    """The two processes compute the five micro-batches of a step in three rounds."""
     assert distance(arrays(two[0] / "divided"), arrays(one), "gradient") <= 2e-6
     assert found(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
 
@@ -413,7 +413,7 @@ def test_torch_rank_0_error_names_a_hanging_rank(model, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
 def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
-    """In the last case, each process keeps its experts and tokens are sent to them."""
+    """In the case `mixture_parallel`, each process keeps some experts, and tokens are sent to their experts."""
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name

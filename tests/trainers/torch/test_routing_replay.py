@@ -29,7 +29,7 @@ def started(path: Any, **fields: Any) -> TorchTrainer:
 
 
 def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
-    """Return the column that gives the trainer's routers their own choice."""
+    """Return a column of routed experts that makes the trainer's routers repeat their own choice."""
     model = trainer._worker.unwrapped.model
     forwards = [router.forward for router in torch_routers.routers_of(model)]
     log = torch_routers.TorchRouteLog(model, trainer._worker.routing)

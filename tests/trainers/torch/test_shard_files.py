@@ -14,7 +14,7 @@ from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of, wri
 from trainer_contract.errors import StateError
 
 KINDS = (VALUE, "exp_avg")
-#: Fewer rows than processes, equally many, more, and a vector.
+#: Shapes with fewer rows than there are processes, with as many, and with more, and a vector.
 SHAPES = {"a": (3, 5), "b": (64, 2), "c": (129, 3), "d": (48,)}
 
 

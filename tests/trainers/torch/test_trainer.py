@@ -21,7 +21,8 @@ from trainer_contract.types import Device, Head, Kernels, OptimizerSpec, Precisi
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
 VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
-#: The kit on fewer models: query and key norms, a Conv1D and learned positions, experts, and a tied head.
+#: The models of the short run of the conformance kit: query and key norms, a Conv1D and learned positions, experts, and
+#: a value head.
 #: `test_packed_equals_padded_reference_for_each_architecture` checks that each architecture computes the right results.
 IN_SHORT = (("qwen3", Head.POLICY), ("gpt2", Head.POLICY), ("qwen3_moe", Head.POLICY), ("qwen2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
@@ -116,7 +117,9 @@ def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch)
 
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("precision", Precision)
-def test_passes_use_weights_as_engines_hold_them(model_path, micro_batch, tmp_path, precision, rounding):
+def test_trainer_passes_use_the_rounded_weights_that_engines_serve(
+    model_path, micro_batch, tmp_path, precision, rounding
+):
     """The masters of a bf16 model are finer than the served weights."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path, precision=precision, rounding=rounding), micro_batch()

@@ -174,7 +174,7 @@ def test_run_without_a_complete_checkpoint_is_not_restarted_from_scratch(
         (save(store, version) / "model.safetensors").unlink()
     if unreadable:
         store.directory.rename(store.directory.with_name("away"))
-        store.directory.write_text("")  # cannot be listed, not even by root
+        store.directory.write_text("")  # a file, which not even root can list
     words = (
         r"checkpoints: Not a directory" if unreadable else r"no checkpoint in .* is whole, the newest is step-000004"
     )
@@ -329,7 +329,7 @@ def test_trainer_whose_draft_a_later_trainer_removed_gets_a_fenced_error(
         first.commit(late)
 
 
-def test_claim_of_the_checkpoints_fails_if_a_newer_one_appeared_meanwhile(
+def test_claim_of_the_checkpoints_fails_if_a_newer_checkpoint_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -340,7 +340,7 @@ def test_claim_of_the_checkpoints_fails_if_a_newer_one_appeared_meanwhile(
         second.claim(2)
 
 
-def test_claim_of_the_checkpoints_fails_if_a_first_one_appeared_meanwhile(
+def test_claim_of_an_empty_checkpoint_store_fails_if_a_checkpoint_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -428,7 +428,7 @@ def test_later_of_two_equally_accurate_checkpoints_counts_as_best() -> None:
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_checkpoint_accuracy_is_the_lower_bound_of_its_first_sets_evaluation() -> None:
+def test_checkpoint_accuracy_is_the_least_possible_one_on_the_first_evaluation_set() -> None:
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},

@@ -26,7 +26,7 @@ DEADLINE_S = PATIENCE_S
 
 @dataclass
 class CheckpointedRoom:
-    """A store, with the reports and trims that it caused."""
+    """A checkpoint store, with the reports and stream trims that its checkpoints caused."""
 
     store: CheckpointStore
     saving: Checkpointing

@@ -44,7 +44,7 @@ def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_fenced_trainer_cannot_copy_its_checkpoint_over_a_later_epochs(
+def test_fenced_trainer_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     """The trainer copies step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
@@ -100,7 +100,7 @@ def test_copy_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointS
 def test_copy_of_a_step_that_was_saved_again_counts_as_newer(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test saves one version and epoch with other ledgers, each before the previous copy is pruned."""
+    """The test saves and copies the same step six times with different ledgers; older copies are not removed yet."""
     ledgers = []
     for frontier in range(6):
         state = replace(state_of(2), ledger={"frontier": frontier})

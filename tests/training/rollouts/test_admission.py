@@ -65,7 +65,7 @@ def test_groups_sampled_by_abandoned_versions_are_outside_the_lineage(epoch: int
 def test_version_abandoned_by_one_epoch_stays_abandoned_in_later_epochs(
     epoch: int, version: int, included: bool
 ) -> None:
-    """Epoch 1 reached 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
+    """Epoch 1 saved version 50 and reached 57; epoch 2 began at 50 and saved 60, where epoch 3 began."""
     lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
     assert lineage.includes(group(0, version=version, epoch=epoch)) is included
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))

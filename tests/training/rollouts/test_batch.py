@@ -1,4 +1,4 @@
-"""From groups to micro-batches: metrics, and rollouts that may be left out without changing the step."""
+"""Micro-batches built from groups: metrics, and rollouts that may be left out without changing the step."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_rewards_are_shaped_with_the_settings_of_their_domain() -> None:
 
 
 def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
-    """Return a group whose verdicts have the parts right and short, and the reward 2·right − short."""
+    """Return a group whose verdicts have the reward parts `right` and `short`, and the reward 2·right − short."""
     made = ragged(index, [2 * right - short for right, short in parts])
     rollouts = [
         replace(one, verdict=replace(one.verdict, parts=(RewardPart("right", right), RewardPart("short", short))))

@@ -256,7 +256,10 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
 
 
 def late(**changes: Any) -> list[int]:
-    """Return the overdue orders of step 3, with two groups per step; 0 to 3 are fresh until step 3, 4 to 7 until 4."""
+    """Return the orders for which step 3 waits. A step takes two groups.
+
+    Orders 0 to 3 may train up to step 3, and orders 4 to 7 up to step 4.
+    """
     given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
@@ -298,7 +301,7 @@ def test_step_waits_only_if_the_remaining_orders_cannot_all_train_in_time(seed: 
     found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
     assert not (found and in_time), "whoever is in time is not waited for"
     assert not set(found) & set(here)
-    if not in_time and not found:  # here every order that will be late has already arrived
+    if not in_time and not found:  # all orders that would be too late have already arrived
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 

@@ -1,4 +1,4 @@
-"""Mini-batching: each group once per epoch, similar numbers of tokens per mini-batch, deterministic by its keys."""
+"""Mini-batches: each group is in one per epoch, all have similar numbers of tokens, and seeds determine the choice."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> 
         assert again.num_segments == batch.num_segments
 
 
-def test_optimizer_steps_are_numbered_through_the_run() -> None:
+def test_optimizer_steps_are_numbered_consecutively_through_the_run() -> None:
     assert whole().optimizer_steps == range(12, 24)
 
 

@@ -1,4 +1,4 @@
-"""The rollout reader and the controller link: checkpoint offsets lose no untrained group, and later epochs fence."""
+"""The rollout reader and the controller link: offsets lose no untrained group, and later epochs fence earlier ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
-    """Append groups as an actor does, with ids that it chooses."""
+    """Append groups to the partition as an actor does, under entry ids that the actor chooses."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
@@ -66,7 +66,7 @@ def directive(answers: str) -> Directive:
 
 
 def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
-    """Return the offsets for a checkpoint while the groups `untrained` wait."""
+    """Return the offsets that a checkpoint stores while the groups `untrained` wait to be trained."""
     return reader.safe_offsets(lambda index: index in untrained)
 
 
@@ -196,7 +196,9 @@ def said(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_link_yields_the_first_answer_and_unsolicited_directives_in_order(stream: MemoryStream) -> None:
+async def test_controller_link_yields_the_first_answer_and_unsolicited_directives_in_order(
+    stream: MemoryStream,
+) -> None:
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
     assert said(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
@@ -207,7 +209,7 @@ async def test_link_yields_the_first_answer_and_unsolicited_directives_in_order(
     assert said([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_link_reads_rollouts_only_after_the_controllers_first_answer(
+async def test_controller_link_reads_rollouts_only_after_the_controllers_first_answer(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)

@@ -28,7 +28,7 @@ from trainer_contract.errors import BatchError
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
 VOCAB = 12
-#: Presets with terms per token, terms per rollout (ratio, weight), and terms that read old log-probs.
+#: Presets that together have terms per token, terms per rollout (a ratio or a weight), and terms of old log-probs.
 CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
 
 
@@ -39,7 +39,7 @@ def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
 
 
 def forked(reward: float = 0.0) -> Rollout:
-    """Return an episode with two replies to the first answer, one more turn after the second, and a new root."""
+    """Return an episode whose first turn has two replies, the second with one more turn, and a separate history."""
     return episode(
         [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
         (ROOT, 0, 0, 2, ROOT),
@@ -345,7 +345,7 @@ def test_group_with_equal_totals_has_signal_for_turn_credit_if_turn_rewards_diff
         assert batcher.num_waiting == waits
 
 
-def test_branching_episode_passes_the_fault_check() -> None:
+def test_valid_branching_episode_is_not_reported_as_faulty() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert fault_of(made, vocab_size=VOCAB) == ""
     assert "token_ids must lie in" in fault_of(made, vocab_size=9)

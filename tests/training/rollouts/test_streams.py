@@ -1,4 +1,4 @@
-"""Several losses in one batch: the gradient is the sum of separate batches, each with its own denominator."""
+"""Several losses in one batch: its gradient is the sum of those of separate batches, each with its own denominator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
 @pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
 @settings(max_examples=25, deadline=None)
-def test_gradient_of_mixed_losses_is_the_sum_of_separate_batches(choice: str, seed: int, budget: int) -> None:
+def test_gradient_of_mixed_losses_is_the_sum_of_the_gradients_of_separate_batches(
+    choice: str, seed: int, budget: int
+) -> None:
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
     batch = build(groups, objective=objective, token_budget=budget, producing=1, losses=LOSSES)
     together = by_token(LOSSES.objective(objective), batch.micro_batches)
@@ -143,7 +145,7 @@ def trainer_of(kind: str, model: str = "tiny_speller") -> Trainer:
 
 
 def spelled(domain: str, index: int) -> RolloutGroup:
-    """Return a group of three answers in the vocabulary of the model."""
+    """Return a group of three random answers whose tokens are in the model's vocabulary."""
     draw = generator(index, "spelled")
     answers = [
         rollout(reward=reward, prompt=[3, 4], sampled=draw.integers(3, 20, 2 + index).tolist(), logprob=-2.0)
@@ -160,7 +162,7 @@ def moved(
     objective: str = "pipelinerl",
     demonstrations: DemonstrationStream | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return one step's gradient and figures."""
+    """Take one step on the groups; return the gradient, which is the change of the weights, and the step's metrics."""
     trainer, chosen = trainer_of(kind), resolve(objective)
 
     def weights() -> np.ndarray:

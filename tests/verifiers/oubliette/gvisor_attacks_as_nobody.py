@@ -19,7 +19,7 @@ NOBODY = 65534
 
 
 def handed_on(name: str) -> list[Path]:
-    """Return the paths, one per hierarchy, of the group `name` below this process's group."""
+    """Return the paths, one per hierarchy, of the control group `name` below this process's control group."""
     where = control_groups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [] if where is None else [place / name for place in where.places]
 

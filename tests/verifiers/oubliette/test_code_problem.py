@@ -1,4 +1,4 @@
-"""Test layouts of public data sets, and extraction of code from an answer."""
+"""Reading of test cases in the layouts of public data sets, and extraction of the program from an answer."""
 
 from __future__ import annotations
 

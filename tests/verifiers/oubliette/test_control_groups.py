@@ -230,7 +230,7 @@ with probe._baits() as baits:
 """
 
 
-def test_process_that_is_killed_leaves_neither_control_groups_nor_bait_processes(where: Hierarchies) -> None:
+def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_processes(where: Hierarchies) -> None:
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None
@@ -245,7 +245,7 @@ def test_process_that_is_killed_leaves_neither_control_groups_nor_bait_processes
         time.sleep(0.02)
 
 
-def test_control_groups_left_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
+def test_control_groups_left_by_a_killed_process_are_removed(where: Hierarchies) -> None:
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     left = [place / f"oubliette-{gone.pid}-0" for place in where.places]

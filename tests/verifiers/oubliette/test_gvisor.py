@@ -1,4 +1,4 @@
-"""The strong tier: gVisor's configuration of a run, errors read from its log, and runs in it."""
+"""The strong sandbox tier: gVisor's configuration of a run, errors read from its log, and runs in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default tier stops every attack, and the probe would notice if it did not."""
+"""The default sandbox tier stops every attack, and the probe would notice if it did not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content-addressed storage: stored once, intact or missing, and bounded in memory."""
+"""Content-addressed storage: a content is stored once, is intact or missing, and memory is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in guests: their endings and limits, and recovery of lost guests."""
+"""Programs in the sandbox's guests (isolated environments): their endings and limits, and recovery of lost guests."""
 
 from __future__ import annotations
 

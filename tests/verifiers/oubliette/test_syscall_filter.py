@@ -58,7 +58,7 @@ def test_every_system_call_number_is_denied_exactly_as_in_the_table() -> None:
 
 def test_syscall_filter_without_namespaces_denies_calls_that_reach_other_processes() -> None:
     alone = syscall_filter.alone()
-    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
+    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert verdict(alone, CLONE, 17) == REFUSED
     kill, execve, prlimit, pidfd_open, setsid = 62, 59, 302, 434, 112
     assert [verdict(alone, number) for number in (FORK, kill, execve, pidfd_open, setsid)] == [REFUSED] * 5
@@ -71,13 +71,13 @@ def test_syscall_filter_without_namespaces_denies_calls_that_reach_other_process
 
 
 def test_syscall_filter_decides_some_calls_by_their_arguments() -> None:
-    assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
+    assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
     assert in_a_guest(MMAP, 0, 4096, 3, private) == ALLOWED
     assert in_a_guest(MMAP, 0, 4096, 3, shared_file) == ALLOWED
     assert in_a_guest(MMAP, 0, 4096, 3, shared) == REFUSED
-    assert in_a_guest(MMAP, 0, 4096, 3, 0x23) == REFUSED  # MAP_SHARED_VALIDATE
+    assert in_a_guest(MMAP, 0, 4096, 3, 0x23) == REFUSED  # the flags include MAP_SHARED_VALIDATE
     assert in_a_guest(SOCKETPAIR, 1, 1, 0) == ALLOWED
     assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 

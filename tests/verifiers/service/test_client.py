@@ -65,7 +65,7 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """A server that is broken or is no verifier service; its first request sets `asked`."""
+    """A server that is broken or is no verifier service; its first request sets the event `asked`."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
         self.asked = threading.Event()

@@ -1,4 +1,4 @@
-"""Groups form, fail and re-form within their deadlines, on the chosen address."""
+"""Weight groups form, fail and re-form within their deadlines, at the chosen address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Gloo's default, and the connections of large groups.
+#: Runs a test twice: with gloo's default connections between all ranks, and with the tree that large groups use.
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
 
@@ -93,7 +93,8 @@ def test_tree_of_ranks_has_fewer_connections_than_a_mesh(rendezvous: Rendezvous)
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
     with_tree = _open_files()
     mesh = _ranks(rendezvous, ranks, generation=2)
-    assert with_tree - before < _open_files() - with_tree  # 8 pairs instead of 36, both ends of each in this process
+    # The tree has 8 connections, the mesh 36; this process holds both ends of each.
+    assert with_tree - before < _open_files() - with_tree
     assert len(tree) == len(mesh) == ranks
 
 
@@ -193,7 +194,7 @@ def _target(link: Path) -> str:
 
 
 def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous: Rendezvous) -> None:
-    """If the rank stayed in the group, rank 0 would wait until its deadline."""
+    """Rank 0 would wait until its deadline if the failed rank stayed in the group."""
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)

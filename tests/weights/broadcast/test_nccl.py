@@ -1,4 +1,4 @@
-"""NCCL groups fail by an error, in time, and never by ending the process."""
+"""Failures of an NCCL group raise an error before the deadline, and never end the process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
 def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
     class _Aborted(_Done):
         def is_completed(self) -> bool:
-            return bool(group.aborted.is_set())  # the kernel ends, and nothing has failed
+            return bool(group.aborted.is_set())  # an abort ends the kernel without an error
 
     library = NcclLibrary(_Aborted())
     group = library.ProcessGroupNCCL(None, 0, 2, library.ProcessGroupNCCL.Options())

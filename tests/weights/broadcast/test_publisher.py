@@ -32,7 +32,7 @@ from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-BUCKET_BYTES = 128  # the bias alone fills one: two buckets
+BUCKET_BYTES = 128  # divides the layout into two buckets, one of which has only the bias
 
 
 def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
@@ -123,7 +123,7 @@ async def test_engines_join_the_group_and_get_the_layout_only_once(
     assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
 
 
-async def test_new_membership_forms_a_new_group(
+async def test_changed_set_of_engines_forms_a_new_group(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -200,7 +200,7 @@ async def test_unreachable_engine_is_reported_and_the_others_are_updated(
 async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """Uses more publications than the 16 joins that an engine keeps pending."""
+    """The test makes more publications than the 16 joins that an engine keeps pending."""
     for version in range(1, 21):
         report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
         assert set(report.pauses_s) == set(engines), report.failed
@@ -208,7 +208,7 @@ async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
         assert await serving(control, url) == (1, 20)
 
 
-async def test_engine_overloaded_by_pending_joins_is_reported_as_blameless(
+async def test_engine_overloaded_by_pending_joins_is_reported_but_not_blamed(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -241,7 +241,7 @@ async def test_parameters_that_differ_from_the_layout_are_not_broadcast(
     assert (await publisher.publish(publication(1, engines))).failed == {}
 
 
-async def test_generation_continues_during_a_slow_broadcast(
+async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     sending, release = threading.Event(), threading.Event()
@@ -298,7 +298,7 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
         )
         await asyncio.to_thread(sending.wait, PATIENCE_S)
-        os.kill(process.pid, signal.SIGSTOP)  # gloo sometimes leaves peers of a killed process waiting like this
+        os.kill(process.pid, signal.SIGSTOP)  # peers may wait for a killed process like this
         control.moved[victim] = again
         release.set()
         assert (await update).failed == {}

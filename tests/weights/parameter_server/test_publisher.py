@@ -184,7 +184,7 @@ async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() ->
     """One of two engines loses its server in the middle, and no server returns in time."""
 
     class Vanishing:
-        """An `EngineControl`; the second engine loses its server."""
+        """An `EngineControl` whose second engine, `b`, loses its parameter server during the COMMIT."""
 
         async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
             if request.phase is UpdatePhase.COMMIT and url == "http://b":
@@ -193,7 +193,7 @@ async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() ->
             return WeightUpdateResponse(status=status, version=1, epoch=1)
 
     class Once:
-        """A placement that succeeds once."""
+        """A placement whose first upload succeeds, and whose later uploads fail."""
 
         placed = 0
 
@@ -258,7 +258,7 @@ async def test_engines_that_follow_announcements_get_no_request_unless_they_lack
 ) -> None:
     follows, asked = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
-    other = "http://127.0.0.1:1"  # no engine is there: a request to it would fail
+    other = "http://127.0.0.1:1"  # no engine listens there, so a request would fail
     announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:

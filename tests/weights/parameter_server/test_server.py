@@ -24,7 +24,7 @@ from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, fla
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Several parts on either transport.
+#: Weights that need several parts, over HTTP and over shared memory.
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5, 2**19), dtype=DType.FLOAT32),))
 
 

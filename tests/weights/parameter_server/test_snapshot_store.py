@@ -1,4 +1,4 @@
-"""Persistent copies: intact bytes or an error, in a directory and behind a URL."""
+"""Persistent copies of weights: reading gives the saved bytes or an error, in a directory and behind a URL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save(store: SnapshotStore, key: Key) -> None:
     store.save(snapshot_of(key), flat(key[1]))
 
 
-def test_clear_removes_only_its_own_snapshots(place: str) -> None:
+def test_clearing_a_snapshot_store_removes_only_its_own_snapshots(place: str) -> None:
     for name in ("mine", "theirs"):
         save(SnapshotStore(f"{place}/{name}"), (1, 9))
     SnapshotStore(f"{place}/mine").clear()

@@ -1,4 +1,4 @@
-"""The versions of one server: their arrival, their retention, and reuse of their memory."""
+"""The weight versions that a parameter server holds: their arrival, their retention, and reuse of their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a micro-batch for several processes; `test_mesh.py` computes them in real processes."""
+"""Division of a micro-batch among several processes; `test_mesh.py` computes the parts in real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_contract.errors import SpecError
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 64])
 def test_each_token_and_each_prediction_belongs_to_one_process(processes):
-    """Three rollouts, two of which share a prompt that is computed once."""
+    """The micro-batch has three rollouts, two of which share a prompt, whose tokens are computed only once."""
     batch = pack([[1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 6]], prompt=3)
     distinct, asked = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
     assert len(distinct.kept) == batch.num_tokens - 3

@@ -20,7 +20,7 @@ OBJECTIVE = resolve("pipelinerl")
 
 
 def texts_of(batch, which):
-    """Return, for each of these tokens, the segment up to it."""
+    """Return, for each token index in `which`, the tokens of its segment up to and including the token."""
     start = np.maximum.accumulate(np.where(batch.position_ids == 0, np.arange(batch.num_tokens), 0))
     return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
 
@@ -62,7 +62,7 @@ def test_prefix_of_a_single_shared_token_is_not_deduplicated(micro_batch):
 
 
 @pytest.mark.parametrize("place", [[0], [0, 1, 2], [1, 0, 1], [3] * 7, [2, 5, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2]])
-def test_gradients_of_rows_read_from_the_same_place_are_summed(place):
+def test_gradients_of_rows_copied_from_the_same_row_are_summed(place):
     grad, device = torch.randn(len(place), 3, dtype=torch.float64), torch.device("cpu")
     index = torch.tensor(place)
     read = Reading.of(np.array(place), 6, device)
@@ -115,7 +115,7 @@ def is_the_padded_one(path, batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_values_with_shared_prefixes_match_each_rollout_alone(model_path, shared, micro_batch):
+def test_values_with_shared_prefixes_match_those_of_each_rollout_computed_alone(model_path, shared, micro_batch):
     trainer = started(model_path("qwen2"), head=Head.VALUE)
     with torch.no_grad():
         for parameter in trainer._worker.unwrapped.value_head.parameters():

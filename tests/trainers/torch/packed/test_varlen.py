@@ -1,4 +1,4 @@
-"""Attention in one kernel, compared with buckets in fp32 on a CPU, with a fake in place of the kernel.
+"""Attention in one variable-length kernel, compared with bucket attention in fp32; on a CPU, a fake kernel is used.
 
 The first test compares the fake with torch's attention; the last compares the real kernel with buckets, on a GPU.
 """
@@ -38,7 +38,7 @@ def starts(lengths):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
-    """If a segment has fewer queries than keys, they belong to its last tokens; torch's attention computes all."""
+    """A segment with fewer queries than keys has those of its last tokens; only these are compared with torch."""
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
@@ -59,7 +59,7 @@ def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
 
 
 def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """The kernel with the signature of torch 2.11, which needs as many key heads as query heads."""
+    """Fake kernel with the signature of torch 2.11's kernel, which needs as many key heads as query heads."""
     bounds = (cu_seq_q, cu_seq_k, max_q, max_k)
     return varlen_attention(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=False)
 
@@ -79,7 +79,7 @@ def test_kernel_without_grouped_query_attention_gets_repeated_key_heads(kv_heads
 
 
 def attended(plan, drawn, cotangent, window):
-    """Return attention, and the gradients of query, key and value."""
+    """Return the output of attention, and the gradients of query, key and value."""
     out, _ = attend(torch.nn.Identity(), *drawn, None, segments=plan, scaling=0.4, sliding_window=window)
     return out, *torch.autograd.grad(out, drawn, cotangent)
 
@@ -146,7 +146,7 @@ def test_varlen_step_with_checkpointing_matches_buckets(name, model_path, shared
 
 
 def test_two_processes_that_share_a_micro_batch_match_one(model_path, shared):
-    """The processes are threads with gloo between them; a gradient is the sum of theirs."""
+    """The processes are threads with gloo between them; each gradient is summed over both."""
     model, store = loaded(model_path("qwen3")), dist.HashStore()
 
     def process(place):
@@ -181,6 +181,6 @@ def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branchin
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
 def test_torch_varlen_kernel_matches_buckets_on_a_gpu(shape):
-    """In bf16, within 5e-2 of the largest value; the trial covers windows, shared prefixes and gradients."""
+    """Results in bf16 match within 5e-2 of the largest value; the trial has windows, shared prefixes and gradients."""
     heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
     assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

@@ -1,11 +1,12 @@
 """Compare tokens/s of the torch engine with Hugging Face `generate` in static batches, on one thread.
 
-    ours       all requests at once; the engine has `concurrency` rows and refills a row as soon as it is free
+    ours       all requests are sent together; the engine has `concurrency` rows and refills a row as soon as it is free
     generate   batches of `concurrency` requests in order, each as long as its longest answer
 
-Both have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
+Both arms have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
 log-probs. In one load all answers have equal length; in the other lengths are heavy-tailed (Pareto), and a static batch
-waits for its longest answer. Targets: at least 1 with equal lengths; at least 2 with heavy tails, goal 4.
+waits for its longest answer. Targets for ours / generate: at least 1 with equal lengths; at least 2 with heavy tails,
+goal 4.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts, and the number of tokens to sample after each."""
+    """Prompts, and the number of tokens to sample after each prompt."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -75,7 +76,7 @@ class Job:
 
 
 def ours(engine: LocalEngine, job: Job) -> None:
-    """Send all requests to our engine at once."""
+    """Send all requests to our engine together, and wait for all answers."""
     pairs = zip(job.prompts, job.lengths, strict=True)
     answers = engine.complete(
         [
@@ -127,7 +128,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     torch.set_num_threads(1)
     shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
     if not quick:

@@ -52,7 +52,7 @@ def packed(
 
 
 def random_batch(lengths: Sequence[int], prompts: Sequence[int], *, vocab: int, seed: int = 0) -> MicroBatch:
-    """Return a micro-batch of random tokens in segments of these lengths, their prompts included."""
+    """Return a micro-batch of random tokens; segment i has `lengths[i]` tokens, the first `prompts[i]` as prompt."""
     draw, level = generator(seed, "benchmarks", "batch"), np.float32(-np.log(vocab))
     sequences = [draw.integers(0, vocab, length).tolist() for length in lengths]
     sampled = [np.full(length - prompt, level, np.float32) for length, prompt in zip(lengths, prompts, strict=True)]

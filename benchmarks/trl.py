@@ -167,7 +167,7 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Yield the record's payload after each seed (half an hour), and print the table; new pairs replace `known`."""
+    """Train with each seed (half an hour); after each, print the table and yield the payload, merged with `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:

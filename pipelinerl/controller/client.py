@@ -1,6 +1,6 @@
 """Clients of the controller's HTTP API: `ControllerClient` (blocking) and `AsyncControllerClient` (for an event loop).
 
-Commands and the launcher use the first, engines and actors the second.
+Commands and the launcher use the blocking client, engines and actors the asynchronous one.
 
     with ControllerClient(url, token) as controller:
         controller.change_knobs({"k": 4})
@@ -27,7 +27,7 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 
-#: Timeout of commands; roles use a shorter timeout, since they retry.
+#: Timeout in seconds for requests of commands. Engines and actors use a shorter timeout, since they retry.
 TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
 #: Hint for users in the error message. A role gets no hint, because it waits until the controller is back.
@@ -70,7 +70,7 @@ class ControllerClient:
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
         """Change all knobs in `changes` at the next step boundary, or none of them if one is invalid."""
         try:
-            # `json` escapes lone surrogates, so the controller can reject them.
+            # Encode with `json`, which escapes lone surrogates, so that the controller can reject them.
             body = json.dumps(changes, allow_nan=False)
         except ValueError:
             raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
@@ -78,11 +78,11 @@ class ControllerClient:
         return self._call("PATCH", routes.KNOBS, KnobsAnswer, content=body, headers=headers)
 
     def stop(self) -> None:
-        """End the run at its next step boundary."""
+        """Request that the run ends at its next step boundary."""
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """Save the run's state and end the run after the current step; it can be resumed later."""
+        """Request that the run ends after the current step with its state saved, so that it can be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:
@@ -146,7 +146,7 @@ class AsyncControllerClient:
         await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
 
     async def withdraw_verifier(self, url: str) -> None:
-        """Stop new work from being sent to a verifier service."""
+        """Ask the controller to send no more new work to the verifier service at `url`."""
         await self._call("DELETE", routes.VERIFIERS, Done, params={"url": url})
 
     async def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
@@ -158,7 +158,7 @@ class AsyncControllerClient:
 
 
 def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
-    reason = str(error) or type(error).__name__  # a connection timeout has no message
+    reason = str(error) or type(error).__name__  # for example, a connection timeout has no message
     return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
 
 
@@ -167,7 +167,11 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap the last two
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # msgspec does not wrap the last two types
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

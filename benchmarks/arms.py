@@ -237,8 +237,7 @@ def by_arm(runs: Sequence[Figures]) -> Mapping[str, list[Figures]]:
 
 
 def table(runs: Sequence[Figures], columns: Sequence[Column]) -> str:
-    """Return a Markdown table with a row per arm: the mean over the seeds, and the range in brackets if the seeds
-    differ."""
+    """Return a Markdown table with a row per arm: mean over the seeds, and in brackets the range unless it is zero."""
     lines = ["| arm | " + " | ".join(column.heading for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, arm in by_arm(runs).items():
         cells = [_spread([run[column.key] for run in arm], column.form) for column in columns]

@@ -154,8 +154,7 @@ class TemplateModel:
         return False
 
     def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
-        """Play an `Episode`; return whether its training sequence differs from the engine's tokens, and the number of
-        segments."""
+        """Play an `Episode`; return whether training tokens differ from the engine's, and the number of segments."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
         seen, drifts = list[int](), False

@@ -171,7 +171,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report and return its effects. Ignore trainers of earlier epochs; answer repeated reports again."""
+        """Process a report, return its effects. Ignore trainers of earlier epochs; answer a repeated report again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -216,7 +216,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and notify the trainer at once. Raises RecipeError, without any change, if they cannot run."""
+        """Change knobs and send them to the trainer. Raises RecipeError, changing nothing, for an unusable value."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -404,7 +404,7 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send all unfinished work again: prompt orders, evaluation questions, and the last directive."""
+        """After stream data was lost, resend all unfinished work: orders, evaluation questions, the last directive."""
         # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current

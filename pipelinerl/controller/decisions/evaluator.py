@@ -70,14 +70,14 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """Process the answer to question `index`. None means that the question failed; it may be issued again."""
+        """Process the answer to question `index` (None: the question failed), and reissue the question if needed."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """If the evaluation has just ended, release the pinned engine and return events with the results; else []."""
+        """If the evaluation has just ended, release the pinned engine and return the result of each set; else []."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []

@@ -16,7 +16,7 @@ from pipelinerl.types import PromptOrder
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=True):
-    """Base of every input; the tag is the class's name."""
+    """Base class of all inputs; a journaled input is tagged with its class's name."""
 
     now: float
 
@@ -29,7 +29,7 @@ class ReportReceived(Input, frozen=True):
 
 
 class KnobsPatched(Input, frozen=True):
-    """A user changes knobs; `time` is wall-clock time, for the knob log."""
+    """The user `who` changes knobs; `time` is wall-clock time, for the knob log."""
 
     changes: dict[str, Any]
     who: str
@@ -121,7 +121,7 @@ class SuspendAsked(Input, frozen=True):
 
 
 class Ticked(Input, frozen=True):
-    """Time has passed."""
+    """A regular tick of the clock, so that the controller can react to the passing of time."""
 
 
 class StreamsLost(Input, frozen=True):

@@ -111,7 +111,7 @@ class EngineProbe(Protocol):
     """Interface for requesting an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics. Raises ContractError if it rejects this, PipelineError if it does not answer."""
+        """Return the engine's metrics. Raises ContractError if the engine refuses, PipelineError if unreachable."""
         ...
 
 
@@ -210,7 +210,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the decision's effects. If a report breaks the decision, restore the state and raise RecordError."""
+        """Decide on an input; return the effects. If a report makes this fail, restore the state, raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:

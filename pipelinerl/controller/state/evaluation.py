@@ -273,7 +273,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
-    """Return a function that builds the samples of a report's answers; it reads no state, so any thread may call it."""
+    """Return a function that builds log samples from a report's answers. It reads no state; any thread may call it."""
     version = report.newest_version if current is None else current.model_version
     asked = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if asked and current is not None else ""

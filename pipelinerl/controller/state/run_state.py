@@ -234,7 +234,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
-        """Update the positions of sets from the recipe, which may have been edited; removed sets get `NOWHERE`."""
+        """Update the positions of evaluation sets from a recipe that may have changed; removed sets get `NOWHERE`."""
         self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 

@@ -40,7 +40,7 @@ _DISTURBED: Final = 0.3
 
 #: The x values and y values of a recorded curve.
 Points = tuple[tuple[float, ...], tuple[float, ...]]
-#: The recorded figures of one run; `arm`, `seed` and `completed` are always present.
+#: The recorded results of one run by name; `arm`, `seed` and `completed` are always present.
 Figures = dict[str, Any]
 
 
@@ -138,7 +138,7 @@ class _OtherWork:
         self._busy, self._own = _busy_s(), _own_s()
 
     def figures(self) -> Figures:
-        """Return `load` (the last minute's average) and `others` (other programs' time / the run's own)."""
+        """Return `load` (average of the last minute) and `others` (other programs' processor time / the run's own)."""
         own = _own_s() - self._own
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
@@ -164,7 +164,7 @@ def recorded(benchmark: str) -> list[Figures]:
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:
-    """Return the figures that every comparison of schedules or bounds shows.
+    """Return the results of a run that every comparison of schedules or staleness bounds shows.
 
     `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
@@ -193,7 +193,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
 
 
 def training_clock(history: RunHistory) -> tuple[float, ...]:
-    """Return the training time at the end of each step, in seconds since the first step began to wait for rollouts."""
+    """Return the time at the end of each step, in seconds since the first step began to wait for rollouts."""
     ended = history.series(history.steps, "elapsed_s", x="step").y
     began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
     return tuple(at - began for at in ended)

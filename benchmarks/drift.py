@@ -190,7 +190,7 @@ class TemplateModel:
         return completion(prompt, answer.content, sampled, answer.calls) if tools else completion(prompt, text, sampled)
 
     def _halves(self, token: int) -> list[int]:
-        """Split a token into two with the same spelling, if the vocabulary has such tokens."""
+        """Return two tokens that together spell the same text as `token`, or only `token` if there are none."""
         text = self._spelling[token]
         for at in range(1, len(text)):
             if text not in self._control and text[:at] in self._vocab and text[at:] in self._vocab:

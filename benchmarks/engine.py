@@ -41,7 +41,7 @@ class Load:
     least_ratio: float
 
     def lengths(self, count: int) -> list[int]:
-        """Return one length per request."""
+        """Return a random answer length for each of `count` requests."""
         if self.tail == 0:
             return [self.shortest] * count
         random = rng.generator(0, "engine benchmark", self.name)
@@ -64,7 +64,7 @@ class Job:
 
     @classmethod
     def of(cls, load: Load, count: int, vocab: int) -> Job:
-        """Return `count` requests with prompts of 8 to 24 tokens."""
+        """Return a job of `count` requests with prompts of 8 to 24 random tokens and answer lengths from `load`."""
         random = rng.generator(1, "engine benchmark", load.name)
         sizes = random.integers(8, 25, count)
         return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
@@ -111,7 +111,7 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
 
 
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> Paired:
-    """Return tokens/s of both arms."""
+    """Return the tokens/s of our engine and of `generate`, for one load, over `rounds` rounds."""
     model = load_model(path, torch.device("cpu"), torch.float32)
     job = Job.of(load, batches * concurrency, vocab=56)
 

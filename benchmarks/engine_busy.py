@@ -4,9 +4,9 @@ The engine and the trainer are each pinned to a core of their own. The engine co
 decoder; the requests come from within its process (`served_engine.Load`), because a client would take part of a core.
 Windows of a few seconds alternate between three modes of the trainer's process:
 
-    alone       it sleeps
-    training    it takes RL steps through `TorchTrainer` (forward, backward, AdamW)
-    publishing  it takes RL steps and broadcasts the weights after every step, over HTTP and gloo
+    alone       the trainer sleeps
+    training    the trainer takes RL steps through `TorchTrainer` (forward, backward, AdamW)
+    publishing  the trainer takes RL steps and broadcasts the weights after every step, over HTTP and gloo
 
 The results are the engine's tokens/s in `training` and `publishing`, divided by those in `alone`: target 0.90, goal
 0.98. The machine affects them, too: hardware threads of one core, or cores that other programs use, slow each other

@@ -217,9 +217,9 @@ async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure every fleet, print and record."""
+    """Measure every fleet, print the table and, unless `quick`, write the record."""
     torch.set_num_threads(1)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # the launcher's setting: docs/use/clusters.md
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher sets it: see docs/use/clusters.md
     open_many_files()
     fleets = [uvloop.run(_measure(*fleet, rounds=3 if quick else 31)) for fleet in (QUICK if quick else FLEETS)]
     rows = []

@@ -31,7 +31,7 @@ def guessing(model: Path) -> tuple[str, ...]:
     letters = slice(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 7)
     made.logits[:, letters] = 3.0
     made.logits[letters, :] = 0.0
-    made.logits[letters, tokenizer.eos_token_id] = 4.0  # answers of one letter are likely
+    made.logits[letters, tokenizer.eos_token_id] = 4.0  # makes one-letter answers likely
     made.save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)
     return (

@@ -106,7 +106,7 @@ def bytes_per_second(num_bytes: int, device: torch.device) -> float:
 
 
 def flops_per_second(size: int, device: torch.device) -> float:
-    """Return the peak rate of a bf16 matrix product of `size` x `size`."""
+    """Return the FLOP/s of a bf16 matrix product of `size` x `size`, the fastest of several tries."""
     # Random numbers: a matrix product of equal numbers draws less power and is unrealistically fast.
     numbers = generator(0, "gpu_check", "matmul").standard_normal((size, size), dtype=np.float32)
     left = torch.from_numpy(numbers).to(device, torch.bfloat16)

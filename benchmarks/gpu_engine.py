@@ -78,7 +78,7 @@ def local(
 
 
 def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int | Sequence[int]) -> list[SampledAnswer]:
-    """Sample once per prompt; `tokens` is the number of tokens for all prompts, or one number for each."""
+    """Sample one answer per prompt; `tokens` is the answers' length, or a length for each answer."""
     lengths = [tokens] * len(token_ids) if isinstance(tokens, int) else tokens
     answers = engine.complete(
         [
@@ -129,7 +129,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate, from the time difference of long and short answers, with the roofline."""
+    """Compare a full batch's decode rate with the memory limit; the rate is timed as long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
@@ -272,7 +272,7 @@ class _Updates:
 
 @contextmanager
 def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
-    """Start a busy engine in a separate process; yield its URL and the backend for its weights."""
+    """Start a busy engine in a separate process; yield its URL and the backend (gloo or NCCL) for weight updates."""
     # NCCL refuses two ranks on one device, so without a second GPU gloo carries the weights.
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     order = EngineOrder(

@@ -1,8 +1,8 @@
 """The check `jax` of `gpu_check`: compare the JAX trainer and engine on the device with the torch trainer in fp32.
 
-losses      of three steps in fp32, of the JAX trainer against the torch trainer
+losses      three steps in fp32: losses of the JAX trainer against those of the torch trainer
 step        time of a bf16 step of the JAX trainer, divided by the torch trainer's
-log-probs   of the JAX engine's samples, against the torch trainer's forward of the same tokens
+log-probs   the JAX engine's log-probs of its samples, against the torch trainer's for the same tokens
 """
 
 from __future__ import annotations

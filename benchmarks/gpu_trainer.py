@@ -58,7 +58,7 @@ _STATE_APART: Final = 2e-2
 
 
 def random_batch(scale: Scale) -> MicroBatch:
-    """Return ragged segments of about `scale.trained_tokens` tokens in all."""
+    """Return a micro-batch of segments of random lengths, about `scale.trained_tokens` tokens in all."""
     count, prompt = max(2, scale.trained_tokens // scale.segment), scale.segment // 4
     lengths = generator(0, "gpu_check", "batch").integers(scale.segment // 2, scale.segment * 3 // 2, count).tolist()
     return torch_step.random_batch(lengths, [prompt] * count, vocab=scale.shape.vocab)
@@ -66,8 +66,8 @@ def random_batch(scale: Scale) -> MicroBatch:
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
     """Return the floating-point operations of forward and backward."""
-    # Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has
-    # two products of half of length² x width each.
+    # A weight matrix costs 6 operations per weight and token (the output layer only for trained tokens). Causal
+    # attention has two products, each of half of length² x width.
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate

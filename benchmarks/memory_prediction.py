@@ -161,7 +161,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
 
 
 def _standing(trainer: TorchTrainer) -> int:
-    """Return the bytes that were allocated before a step, which the profiler of this step does not see."""
+    """Return the bytes that were allocated before a step, which the profiler does not count in that step."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]

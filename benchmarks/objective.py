@@ -72,7 +72,7 @@ def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def run(quick: bool = False) -> None:
-    """Time all arms at each size, print and record."""
+    """Time both arms at each size, print the table and, unless `quick`, write the record."""
     torch.set_num_threads(1)
     rows, record = [], {}
     for tokens in SIZES:

@@ -146,7 +146,7 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Compute the gradient, and wait as long as a device would take."""
+        """Compute the gradient, then wait until as much time has passed as a real device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
         until = time.monotonic() + TRAINER.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)

@@ -119,7 +119,7 @@ def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: in
 
 
 async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """Sample groups over two model versions; the second is committed when the first group has ended."""
+    """Sample groups with the real engine; when the first group has ended, the engine switches to a second version."""
     options = EngineOptions(
         model_path=model,
         model_id="m",

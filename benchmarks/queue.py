@@ -101,7 +101,7 @@ def pickled(client: Redis, records: Sequence[object]) -> None:
 
 
 def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
-    """Return rollouts/s of each arm, and bytes per token."""
+    """Return the rollouts/s of both arms, and the bytes per sampled token in our format."""
     groups = load.groups()
     payloads = [encode_group(group) for group in groups]
     num_rollouts = load.num_groups * load.group_size

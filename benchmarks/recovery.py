@@ -148,7 +148,7 @@ class Bare:
     """The bare arm: processes that only import the modules of a run's processes."""
 
     def __init__(self, live: Live, folder: Path) -> None:
-        """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""
+        """Read from the logs of `live`, started with PYTHONPROFILEIMPORTTIME, which modules its processes import."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
@@ -160,13 +160,13 @@ class Bare:
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}
 
     def trainer(self, checkpoint: Path) -> float:
-        """Time a trainer's process that imports its modules and reads the checkpoint, in seconds."""
+        """Start a bare trainer, which imports its modules and reads the checkpoint; return the seconds it takes."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Time all processes until the trainer's and the engine's have ended, in seconds."""
+        """Start bare processes for all of the run's; return the seconds until trainer's and engine's have ended."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -216,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # lets the other processes finish their current work
+        time.sleep(1.0)  # lets the run's other processes finish their current work first
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))

@@ -1,10 +1,10 @@
 """Compare conventional RL, with G optimizer steps per generation, with the asynchronous schedules.
 
     conventional G   generate G batches, then take G optimizer steps; all cores generate, then all train
-    one step off      (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the previous one
-    drain             (j, k) = (1, 8), and running answers finish on old weights before an update
-    RLAX             (16, 32)
-    in flight         (j, k) = (1, 8), and running answers continue with new weights: PipelineRL
+    one step off     (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the previous one
+    drain            (j, k) = (1, 8), and running answers finish on old weights before an update
+    RLAX             (j, k) = (16, 32): a publication every sixteenth step
+    in flight        (j, k) = (1, 8), and running answers continue with new weights: PipelineRL
 
 An engine's weights are at most j versions old, and a trained token at most k. All arms (schedules) share code, prompts,
 noise, objective and rollouts per optimizer step. Trials with a separate seed choose each arm's learning rate (half,
@@ -151,7 +151,7 @@ def schedules() -> list[Schedule]:
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag, and how busy it was.
+    """Return the results of `figures_of`, seconds to each target reward (None: not reached), lag, and busy shares.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
     that trained it. `trainer_busy` is the share of training time that steps take.

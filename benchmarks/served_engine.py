@@ -27,7 +27,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Endless requests, one running and one waiting, each for `samples` samples of `tokens` tokens."""
+    """Endless requests for `samples` samples of `tokens` tokens each; one runs and the next one waits."""
 
     samples: int
     tokens: int

@@ -62,7 +62,7 @@ def changes_of(arm: str, *, steps: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """An arm, measured and simulated; `error` is that of a step's seconds."""
+    """Measurement and simulation of one arm; `error` is the relative error of a step's simulated seconds."""
 
     arm: str
     calibrates: bool

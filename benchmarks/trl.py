@@ -75,7 +75,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training run: its curve, the end of each step in seconds of training, and the machine's load at the start."""
+    """One training run: its curve, the seconds of training at each step's end, and the machine's load at the start."""
 
     curve: Curve
     ends: Sequence[float]

@@ -59,7 +59,7 @@ class ArmResult:
 
 @final
 class Judge:
-    """The recipe's verifiers, called from a trainer without an event loop."""
+    """Calls the recipe's verifiers, which are asynchronous, from TRL's trainer, which is not."""
 
     def __init__(self, config: RunConfig) -> None:
         self._verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
@@ -115,7 +115,7 @@ class Clock:
 @final
 @dataclass(slots=True)
 class HeldOut:
-    """Greedy accuracy on the recipe's held-out problems, in one batch."""
+    """Measures the greedy accuracy on the recipe's held-out problems, in one batch."""
 
     config: RunConfig
     judge: Judge
@@ -155,7 +155,7 @@ class HeldOut:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the tokens before the first one that ends a sample."""
+    """Return the tokens before the first of the end tokens `ends`."""
     return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
 
 

@@ -6,7 +6,7 @@ end of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
     control   the longest time between two steps in an equally long period without an update
-    step      the median step of that period
+    step      the median time between two steps in that period
     memcpy    one copy of the model's bytes while the engine is idle: the lower bound for an in-place update
 
 `extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
@@ -55,7 +55,7 @@ def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Inter
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Return the times between consecutive steps that overlap [start, end]."""
+    """Return the gaps between the ends of consecutive steps, for all gaps that overlap the period [start, end]."""
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 

@@ -64,7 +64,7 @@ def _section(model: type[BaseModel], path: str, *, repeats: bool = False) -> Ite
 
 
 def _submodel(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a field holds, directly or as elements of a list."""
+    """Return the class of the recipe section that a field holds, directly or as elements of a list; None if none."""
     pending: list[Any] = [field.annotation]
     while pending:
         kind = pending.pop()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 #: Timeout in seconds for requests of commands. Engines and actors use a shorter timeout, since they retry.
 TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
-#: Hint for users in the error message. A role gets no hint, because it waits until the controller is back.
+#: Hint in the error messages of commands. Engines and actors get no hint, since they wait for the controller.
 _HINT: Final = "; has the run ended?"
 
 
@@ -111,7 +111,11 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: a host label is too long
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            UnicodeError,
+        ) as error:  # UnicodeError: a label of the host name is too long
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
@@ -167,11 +171,8 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:  # msgspec does not wrap the last two types
+    # msgspec raises the last two unwrapped
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

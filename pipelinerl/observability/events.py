@@ -77,7 +77,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 300.0,
     ) -> None:
-        """Open the log for writing. If the disk is full, wait for `timeout_s`, by default as long as the trainer."""
+        """Open the log for writing. On a full disk, wait up to `timeout_s`, by default as long as the trainer does."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock

@@ -14,7 +14,7 @@ from pipelinerl.observability.events import Event
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
 _ENDS: Final = ("run_finished", "run_suspended", "run_failed")
-#: Name given to an evaluation set that the event does not name.
+#: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
 
 

@@ -63,7 +63,7 @@ class PublishReport:
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """Return the report of a publication that reached no engine."""
+        """Return the report of a publication that failed with `error` for all engines."""
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         return cls(
             version=publication.version,
@@ -113,7 +113,7 @@ class PublicationProgress:
         self.targets = [url for url in self.targets if url not in failures]
 
     def report(self) -> PublishReport:
-        """Return the outcome so far."""
+        """Return the outcome of the publication so far."""
         return PublishReport(
             version=self.publication.version,
             epoch=self.publication.epoch,

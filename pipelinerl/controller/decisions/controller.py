@@ -9,8 +9,8 @@ schedule, and the journal (`journal.py`) can restore the controller after a cras
     TrainerLeaving             trainer   a Directive to save its state and end; the run continues with a new trainer
     OrdersEnded                trainer   none directly; the updated counts of ended orders affect pacing
     Published, CanaryChecked   trainer   events; engines become healthy, or are lost (`engine_decisions.py`)
-    Starving                   trainer   lost orders again, if no actor works on any; a Directive, if the trainer waits
-                                         for an evaluation
+    Starving                   trainer   lost orders are issued again, if no actor works on any order; a Directive, if
+                                         the trainer waits for an evaluation
     StreamsLost                poll      all orders and evaluation questions in flight are issued again
     GroupFailed, Evaluation…   actor     an evaluation's result
     knobs                      API       a Directive, so that trainer and controller pace by the same knobs
@@ -343,7 +343,8 @@ class Controller:
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
-        if self.state.phase is not RunPhase.FINISHED:  # else the last evaluation begins when this trainer stops
+        # While FINISHING, keep the phase: the last evaluation begins when this trainer stops.
+        if self.state.phase is not RunPhase.FINISHED:
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)

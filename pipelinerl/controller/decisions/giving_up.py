@@ -30,7 +30,7 @@ from pipelinerl.messages import GroupFailed, VerifierFigures
 _FEW_GROUPS: Final = 8
 #: Consecutive failures of a domain's verifier after which the run ends.
 _VERDICTS_THAT_END: Final = 20
-#: Name in error messages for the recipe's group filter, which is the key of the recipe that sets it.
+#: Name of the group filter in error messages: the recipe key that sets the filter.
 THE_FILTER: Final = "curation.filter"
 #: The run ends if, within one step, the number of too long prompts exceeds this multiple of the orders in flight; then
 #: about 8 of 9 prompts are too long.

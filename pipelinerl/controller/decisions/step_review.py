@@ -171,10 +171,10 @@ class Thresholds:
     Attributes:
         entropy: share of the entropy of the run's first steps below which an alarm is raised, unless `right` or more of
             the answers are correct.
-        length: multiple of the mean length in the `length_steps` before, above which an alarm is raised. truncated,
-        stale: share of a domain's rollouts or groups above which an alarm is raised. enough: the fewest rollouts, or
-        groups, of a domain on which an alarm may be raised. back: an alarm is cleared when its metric is better than
-        the threshold by this share of the threshold.
+        length: multiple of the mean length in the `length_steps` before, above which an alarm is raised.
+        truncated, stale: share of a domain's rollouts or groups above which an alarm is raised.
+        enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
+        back: an alarm is cleared when its metric is better than the threshold by this share of the threshold.
     """
 
     recent_steps: int = 5

@@ -1,7 +1,7 @@
 """The controller's service: reads reports, lets `Controller` decide, journals decisions and carries them out.
 
     loop     waits for                unblocked by
-    reports   entries in `reports`     trainer, actors
+    reports  entries in `reports`     trainer, actors
     poll     its interval             the clock
     ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine
 
@@ -301,7 +301,7 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # its event may be missing
+        if self.controller.state.phase is RunPhase.FINISHED:  # the log may lack the run's last event
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -335,7 +335,7 @@ class ControllerService:
             if self._samples is not None:
                 evaluation = self.controller.state.evaluations.current
                 self._samples.put(samples_of(report, current=evaluation, time=time.time()))
-            report = msgspec.structs.replace(report, shown=None)  # not journaled: no decision uses it
+            report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
             await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
         except RecordError as error:

@@ -43,7 +43,7 @@ class CooldownRule:
 
 
 class CooldownPeriod(NamedTuple):
-    """Remaining rest of a problem: the number of turns to skip, or the model version at which it may be reissued."""
+    """Remaining rest of a problem: the number of turns to skip, or the model version at which it is issued again."""
 
     turns: int
     until: int
@@ -99,7 +99,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Record groups whose answers were all correct, and forget the rest of problems whose rest has ended."""
+        """Record groups whose answers were all correct, and end the cooldown of problems whose rest is over."""
         # Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():

@@ -1,7 +1,7 @@
 """The engines of a run as the controller knows them: membership, loaded weights, and eligibility for work.
 
-    joining ──weights, then canary─▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
-          ▲ ◀──answers── dirty ◀── an update or canary failed     └─misses a poll─▲
+    joining ──weights, then canary──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
+       ▲ ◀──answers── dirty ◀── an update or the canary failed  └─misses a poll─▲
        └── new incarnation, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
 
 | event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
@@ -106,10 +106,9 @@ class EngineRecord:
             while other engines serve.
         failed_updates, failed_checks: failures since it last passed the canary check. No answer to the check counts
             as a failed update.
-        unproven_lives: consecutive earlier incarnations that ended without passing a canary check. expulsions: how
-        often it was expelled for failures since it last passed the canary check. returns_at: when it may return; the
-        wait begins when it first answers after the failure. 0 before that
-            answer.
+        unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
+        expulsions: how often it was expelled for failures since it last passed the canary check.
+        returns_at: when it may return; the wait begins at its first answer after the failure. 0 before that answer.
         to_stop: True if an operator removed it, so its launcher may end its process.
         refuses: True if it was expelled for a cause that retries cannot fix; a new incarnation may have fixed it.
         pinned: True if it is excluded from publications and from regular work.
@@ -377,7 +376,7 @@ class Fleet:
         return True
 
     def _retry_is_due(self, url: str, *, now: float) -> bool:
-        """Return True if a failed engine may be retried; the waiting time begins at its first answer since then."""
+        """Return True if a failed engine may be retried; its wait begins at the first answer after the failure."""
         record = self.by_url[url]
         setbacks = record.failed_updates + record.unproven_lives
         if record.proven or setbacks < 2:

@@ -145,21 +145,21 @@ AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | S
 
 @dataclass(frozen=True, slots=True)
 class IssuePrompts:
-    """Append these orders to the prompt stream."""
+    """Effect: append these orders to the prompt stream, from which actors read."""
 
     orders: list[PromptOrder]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Append this directive to the directive stream."""
+    """Effect: append this directive to the directive stream, from which the trainer reads."""
 
     directive: Directive
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write an event."""
+    """Effect: write an event to the run's event log."""
 
     kind: str
     fields: dict[str, Any]
@@ -177,7 +177,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the run."""
+    """Effect: end the run."""
 
     reason: str
     end: End = End.COMPLETED

@@ -62,10 +62,10 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         context: new input before the model answers, from the environment and tools; at the start of a conversation its
             whole prompt, or nothing if that is the group's prompt.
-        text: the model's output. agent: the agent that requested the turn. length: number of sampled tokens. reward:
-        from the environment. segment: number of the segment in which the turn trains, from 1. begins: reason for a
-        segment to begin with it. continues: number of the turn that it continues, from 1; 0 at the start of a
-        conversation.
+        text: the model's output.
+        agent: the agent that requested the turn. length: number of sampled tokens. reward: from the environment.
+        segment: number of the segment in which the turn trains, from 1. begins: why a segment begins with this turn.
+        continues: number of the turn that this turn continues, from 1; 0 at the start of a conversation.
     """
 
     context: str = ""
@@ -85,10 +85,11 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         text: the model's output, including special tokens if the trainer knows them.
         outcome, reason, reward, parts: from the verifier. `parts` are named rewards before weighting. `reward` is None
             for unjudged answers and for non-finite numbers.
-        shaped: the reward from which advantages are computed. advantage: mean over its tokens. length: number of
-        sampled tokens. spans: (model version, tokens), in order. staleness: in versions. trained: True if it had a
-        gradient in its step. tokens: None if not recorded, as in evaluations and older runs. turns: the turns of an
-        episode, in the order in which they ended; empty for a single answer.
+        shaped: the reward from which advantages are computed. advantage: mean over the answer's tokens.
+        length: number of sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
+        trained: True if the answer had a gradient in its step.
+        tokens: None if not recorded, as in evaluations and older runs.
+        turns: the turns of an episode, in the order in which they ended; empty for a single answer.
     """
 
     text: str

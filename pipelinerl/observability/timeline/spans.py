@@ -1,7 +1,7 @@
 """Conversion of a run's events to spans. A span is an activity (track) of a part of the run (lane), with its times.
 
     for event in log:
-            for span in reader.read(event):     # finished spans; those of one track are in order and never overlap
+        for span in reader.read(event):     # finished spans; those of one track are in order and never overlap
             ...
     for span in reader.open():              # spans still in progress
 

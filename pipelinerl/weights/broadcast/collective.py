@@ -42,7 +42,7 @@ dist: Any = torch.distributed
 
 @final
 class Rendezvous:
-    """The store through which members of a group connect; listens only on `host`, while a TCPStore listens on all."""
+    """The store through which members of a group connect. Unlike a plain TCPStore, it listens only on `host`."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         """Listen on `host` and `port`; port 0 picks a free port. Raises AddressError if the address cannot be bound."""
@@ -117,7 +117,7 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` as `key` to the store, for ranks that call `expect`. Raises UpdateError without a store."""
+        """Write `text` as `key` to the store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:

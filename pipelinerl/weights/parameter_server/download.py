@@ -1,7 +1,7 @@
 """`WeightPuller`: fetches each shard of a version from the first server that can provide it, by the best transport.
 
-    each shard: request the server's record ─▶ map its memory, or open streams ─▶ parts arrive and are hashed all shards
-    have arrived ─▶ compare digests
+    each shard: request the server's record ─▶ map its memory, or open streams ─▶ parts arrive and are hashed
+    all shards have arrived ─▶ compare digests
 
 Shards are fetched concurrently. If a server fails, the parts already received are kept, and the shard's next server
 provides the rest. If no server can provide a shard, the other shards are cancelled and the error names it. Weights are

@@ -149,7 +149,7 @@ class PullPublisher:
         publication = progress.publication
         left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
         if len(progress.targets) <= min(_FEW, len(left_out) - 1):
-            return {}  # few targets, for example one joining engine
+            return {}  # few targets, such as one joining engine: requests are cheaper
         prepare = self._request(
             progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
         )

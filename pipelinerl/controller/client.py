@@ -111,11 +111,8 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            UnicodeError,
-        ) as error:  # UnicodeError: a label of the host name is too long
+        # UnicodeError: a label of the host name is too long
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 

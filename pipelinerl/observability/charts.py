@@ -23,7 +23,7 @@ _MOST_POINTS = 600
 
 
 class Mark(StrEnum):
-    """The drawing style of a series."""
+    """The style in which a series is drawn, such as a line or points."""
 
     LINE = "line"
     FAINT = "faint"
@@ -161,7 +161,7 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
 
 
 def _thinned(series: Series) -> list[tuple[float, float]]:
-    """Keep the minimum and maximum of each stretch, so that spikes stay visible in long runs."""
+    """Thin a long series to the minimum and maximum of each stretch, so that spikes stay visible."""
     points = list(zip(series.x, series.y, strict=True))
     if len(points) <= _MOST_POINTS:
         return points

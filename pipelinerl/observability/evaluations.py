@@ -12,7 +12,7 @@ from pipelinerl.observability.charts import Line, Mark
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: Number of line colours that the page defines.
+#: Number of line colours that the page defines; further lines in a chart use them again.
 _COLOURS: Final = 3
 
 HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "tokens", "weights", "note")

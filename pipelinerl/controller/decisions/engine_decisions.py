@@ -137,7 +137,7 @@ def to_stop(state: RunState) -> list[str]:
 
 
 def removal_reason(state: RunState, url: str) -> str:
-    """Return why an engine is already leaving; empty if it is not leaving."""
+    """Return the reason why the engine at `url` is leaving; empty if it is not leaving."""
     if state.fleet.is_draining(url):
         return "it is being drained"
     names = [request.name for request in state.engine_requests if request.wanted and request.replaces == url]

@@ -60,7 +60,7 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return question `index` of evaluation `number` of `version`; only `engine`, if given, may answer it."""
+        """Return the order for question `index` of evaluation `number` of `version`, pinned to `engine` if given."""
         # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
         asked, place = plan.question(index)

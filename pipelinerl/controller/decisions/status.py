@@ -238,7 +238,7 @@ class EngineWatch:
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
-        """Return the engine's load; all zeros if it is unknown."""
+        """Return the load of the engine at `url`; all zeros if the engine is unknown."""
         return self._loads.get(url, _UNKNOWN)
 
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
@@ -256,7 +256,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """Record an engine's answer; return True if its counters went down, so the engine must have restarted."""
+        """Record an engine's answer to a poll; return True if its counters went down, so it must have restarted."""
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (
@@ -282,7 +282,7 @@ class EngineWatch:
         return known.missed_polls + 1 >= self._polls_to_death
 
     def forget(self, url: str) -> None:
-        """Forget an engine that is no longer polled."""
+        """Drop the data of an engine that is no longer polled."""
         self._loads.pop(url, None)
         self._asked_at.pop(url, None)
 

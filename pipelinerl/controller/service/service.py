@@ -155,7 +155,7 @@ class ControllerService:
         self._samples = samples
         self._started = clock() - elapsed_s
         self._launcher_at = clock()  # allows the launcher time for its first poll
-        self._ahead = 0.0  # seconds to add to the machine's monotonic clock
+        self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
@@ -404,7 +404,7 @@ class ControllerService:
         self._asked.discard(url)
 
     def _engine(self, url: str) -> EngineRecord:
-        """Return the engine's current record, which may have changed while the poll was in flight."""
+        """Return the engine's record as it is now: it may have changed while the poll was in flight."""
         return self.controller.state.fleet.by_url[url]
 
     def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
@@ -507,7 +507,7 @@ class VerifierLeases:
         self._leases: dict[str, tuple[VerifierLease, float]] = {}
 
     def offer(self, lease: VerifierLease) -> bool:
-        """Add a service or renew its lease; return False if there are already `MOST_SERVICES` other services."""
+        """Add a verifier service or renew its lease; return False if there are `MOST_SERVICES` other services."""
         if lease.url not in self._leases:
             if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
                 return False
@@ -516,12 +516,12 @@ class VerifierLeases:
         return True
 
     def withdraw(self, url: str) -> None:
-        """Remove a service; unknown services are ignored."""
+        """Remove a verifier service; an unknown service is ignored."""
         if self._leases.pop(url, None) is not None:
             log.info("the verifier service at %s leaves", url)
 
     def current(self) -> tuple[VerifierLease, ...]:
-        """Return the services that may be used now, and drop expired ones."""
+        """Drop expired verifier services, and return those that may be used now."""
         now = self._clock()
         for url in [url for url, (_, until) in self._leases.items() if now >= until]:
             del self._leases[url]

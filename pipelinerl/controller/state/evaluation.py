@@ -74,7 +74,7 @@ class EvaluationPlan:
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set of question `index` (below `problems`), and the index of its problem within that set."""
+        """Return the set to which question `index` (below `problems`) belongs, and its problem's index in that set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index

@@ -208,7 +208,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new incarnation must wait, since earlier ones at its address failed unverified."""
+        """Return the seconds that a new incarnation must wait, as earlier ones there died before the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0

@@ -28,7 +28,7 @@ class SentOrder(NamedTuple):
 @final
 @dataclass(slots=True)
 class IssuedLedger:
-    """Prompt orders by index; `cursor` is the lowest index that was never issued."""
+    """Accounts for all prompt orders by index; `cursor` is the lowest index that was never issued."""
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)

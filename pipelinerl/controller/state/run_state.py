@@ -1,7 +1,7 @@
 """`RunState`: everything the controller knows, as one value that can be stored and restored; `ControllerSettings`.
 
-It is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues. A
-checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
+The state is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues.
+A checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ NOWHERE: Final = 2**16
 
 
 class RunPhase(StrEnum):
-    """Phase of a run."""
+    """Phase of a run: starting, training, finishing (last evaluation) or finished."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -153,7 +153,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, directive: Directive, version: int) -> Self:
-        """Return the publication that `directive` orders while the trainer's version is `version`."""
+        """Return a record of the publication that `directive` orders when the trainer is at `version`."""
         return cls(
             directive=directive.answers,
             version=version,
@@ -360,7 +360,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
-        """Restrict the weights to the current domains, since the recipe may have been edited."""
+        """Restrict domain weights to the current domains, since the recipe may have been edited."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
 
     def checkpoint_record(self) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class RunState(msgspec.Struct, kw_only=True):
         """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
         The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
-        mixture with which their problems were first drawn. Raises RecipeError if these knobs cannot run together.
+        mixture with which their problems were first drawn. Raises RecipeError if no run can use these knobs together.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs

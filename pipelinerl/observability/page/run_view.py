@@ -96,7 +96,7 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """The last step taken."""
+        """Number of the last step taken."""
         return self.steps.bounds[1]
 
     @property
@@ -230,7 +230,7 @@ def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
 
 
 def sentence(event: Event) -> str:
-    """Describe an event in a few words."""
+    """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
     changes = event.get("changes")
     if isinstance(changes, Mapping):
         made = ", ".join(f"{name} = {value}" for name, value in changes.items())

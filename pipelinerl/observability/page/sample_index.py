@@ -176,7 +176,7 @@ class SampleIndex:
 
     @property
     def share(self) -> float:
-        """Share of the log that has been read, 0 to 1."""
+        """Share of the sample files that has been indexed, 0 to 1."""
         return 1.0 - self.unread_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property

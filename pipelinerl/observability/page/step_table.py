@@ -94,12 +94,12 @@ class StepTable:
 
     @property
     def count(self) -> int:
-        """Number of rows held."""
+        """Number of rows that the table holds."""
         return sum(chunk.count for chunk in self._chunks)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first and the last step; (0, 0) if empty."""
+        """The first and the last step in the table; (0, 0) if it is empty."""
         if not self.count:
             return 0, 0
         return int(self._chunks[0].places[0, 0]), int(self._chunks[-1].places[0, self._chunks[-1].count - 1])

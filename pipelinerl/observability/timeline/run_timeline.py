@@ -110,7 +110,7 @@ def _merged(
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True for the first span of each merged row
+    alone = np.ones(starts.size, bool)  # True for each span that begins a row
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1
@@ -184,7 +184,7 @@ class RunTimeline:
     _groups: _Groups = field(default_factory=_Groups)
 
     def feed(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event of the log."""
         for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)

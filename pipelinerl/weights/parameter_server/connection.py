@@ -59,7 +59,7 @@ class ServerClient:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection; the next call opens a new connection."""
         self._connection.close()
 
     def cut(self) -> None:
@@ -336,7 +336,7 @@ def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrde
 
 
 def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
-    """Wait until all streams have ended or one has failed; raise if the pull was cancelled or is too late."""
+    """Wait until all streams have ended or one has failed; raise an error if the pull is cancelled or too late."""
     ended = threading.Semaphore(0)
     for stream in streams:
         stream.add_done_callback(lambda _: ended.release())

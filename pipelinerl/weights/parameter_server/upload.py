@@ -177,7 +177,7 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard."""
+        """Return a server for shard `number`, and its record of the version; prefer a server that holds the shard."""
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
         if not records:
@@ -363,7 +363,7 @@ class _Buffers:
         self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
 
     def lend(self, *, deadline: float) -> Memory:
-        """Return a buffer; wait until one is free. Raises `DeadlineError`."""
+        """Return a free buffer; wait for one until `deadline`, then raise `DeadlineError`."""
         if self._unmade and self._free.empty():
             self._unmade -= 1
             return np.empty(self._num_bytes, np.uint8)

@@ -105,7 +105,7 @@ class ControllerClient:
         self._call("POST", routes.ENGINES_DRAIN, Done, json={"engine": engine, "grace_s": grace_s})
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine (URL or name) at once."""
+        """Remove an engine (URL or name) immediately, without waiting for its current work."""
         self._call("DELETE", routes.ENGINES, Done, params={"engine": engine})
 
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:

@@ -32,7 +32,7 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
     return f"bucket {bucket + 1} of {len(bounds)} ({span})"
 
 
-#: Bytes hashed at once, which takes 70 µs at about 15 GB/s. Hashing a large chunk releases the GIL; a small one is
+#: Bytes hashed per call, which takes 70 µs at about 15 GB/s. Hashing a large chunk releases the GIL; a small one is
 #: quick.
 _CHUNK_BYTES: Final = 2**20
 

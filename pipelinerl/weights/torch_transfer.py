@@ -151,7 +151,7 @@ class OverlappedDigest:
         return self._digest.hexdigest()
 
 
-#: Number of elements converted at once, so that temporaries stay small compared to the model.
+#: Number of elements converted per operation, so that temporaries stay small compared to the model.
 _BLOCK: Final = 1 << 22
 
 

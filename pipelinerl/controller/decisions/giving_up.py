@@ -166,7 +166,7 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 
 def _some_ended_well(state: RunState) -> bool:
-    """Return True if any group since the last step reached the trainer, where it was filtered or found stale."""
+    """Return True if, since the last step, any group ended as filtered or as stale, and so did not fail."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))
 
@@ -180,7 +180,7 @@ _WHY: Final = {
 
 
 def progress_mark(state: RunState) -> tuple[Any, ...]:
-    """Return a value that changes whenever the run makes progress in any of its phases; equal values mean a stall."""
+    """Return a value that changes whenever the run makes progress, in any of its phases."""
     answered = len(state.evaluations.current.answers) if state.evaluations.current is not None else -1
     return (str(state.phase), state.epoch, state.version, answered, len(state.evaluations.results))
 

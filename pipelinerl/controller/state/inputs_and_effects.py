@@ -97,7 +97,7 @@ class EngineDrainAsked(Input, frozen=True):
 
 
 class EngineRemoved(Input, frozen=True):
-    """An operator removes an engine at once: by URL, or by the name under which it was requested."""
+    """An operator removes an engine immediately: by URL, or by the name under which it was requested."""
 
     engine: str
 

@@ -1,7 +1,7 @@
 """The knobs of a live run: validated as a whole, changed by patches, and logged with time and author.
 
-A change is accepted at once and takes effect at the next step boundary. The log is append-only and part of a snapshot.
-A resumed run begins with the knobs of its recipe, and then applies the live changes in the log.
+A change is accepted immediately and takes effect at the next step boundary. The log is append-only and part of a
+snapshot. A resumed run begins with the knobs of its recipe, and then applies the live changes in the log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`BroadcastPublisher`: pushes the trainer's weights to all engines at once, through a process group that it leads.
+"""`BroadcastPublisher`: sends the trainer's weights to all engines together, through a process group that it leads.
 
     form the group (only if it changed) ─▶ PREPARE to all engines ─▶ broadcast, bucket by bucket ─▶ COMMIT to all
 
@@ -267,7 +267,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group: with gloo in the background, as it takes 10 ms; with NCCL at once, to free GPU memory."""
+        """Leave the group: with gloo in the background, as it takes 10 ms; with NCCL now, to free GPU memory."""
         if self._backend is not Backend.GLOO:
             self._leave()
         group, self._group = self._group, None

@@ -257,7 +257,7 @@ class ServerState(Wire):
 
 #: Bytes fetched per HTTP request: enough for a small overhead, few enough that parallel streams end at the same time.
 HTTP_PART_BYTES: Final = 8 * 2**20
-#: Bytes copied from shared memory at once: few enough to be hashed while they are still in the processor's cache.
+#: Bytes per copy from shared memory: few enough to be hashed while they are still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 

@@ -6,7 +6,7 @@
 Engines do not wait for one another, and an engine that fails or dies does not delay the others. Afterwards each engine
 serves the old weights or the new ones, and the report says which. An engine whose server fails mid-transfer is retried
 while time remains, from another replica or from the restarted server. Engines are spread evenly over the replicas of
-each shard (RLAX §3), and fetch from all shards at once.
+each shard (RLAX §3), and fetch all shards concurrently.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|

@@ -1,1 +1,1 @@
-"""The figures this project claims, each measured by one file here: `python -m benchmarks NAME [--quick]`."""
+"""Benchmarks of this project's performance claims, one file for each claim: `python -m benchmarks NAME [--quick]`."""

@@ -1,8 +1,9 @@
 """`python -m benchmarks [NAME… | all]`: list the benchmarks in this folder, or run some of them.
 
 A benchmark is a module here with `run(quick, …)`, which prints a table and, unless quick, writes its record to
-results/; `plot()` draws a picture of the record into docs/pictures/. The exit status is 1 if one of them raised.
-Options and changes of the recipe (`section.key=value`) go to benchmarks whose `run` takes them.
+results/; `plot()` draws a picture of the record into docs/pictures/. The exit status is 1 if a benchmark raised an
+error. Options and overrides of recipe keys (`section.key=value`) are passed to `run`; a benchmark whose `run` lacks
+such a parameter is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 _FOLDER: Final = Path(__file__).parent
-#: Options that a benchmark's `run` may take.
+#: Optional parameters of a benchmark's `run` that the command line can set.
 _OPTIONS: Final = ("seeds", "only", "recipe", "steps", "changes")
 
 
@@ -47,7 +48,7 @@ def run_benchmarks(
     plot: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Run, or plot, the named benchmarks in turn; return the exit status (2: bad arguments, 1: one failed)."""
+    """Run or plot the named benchmarks one after another; return the exit status (2: bad arguments, 1: one failed)."""
     known = list(names("plot" if plot else "run"))
     chosen = known if "all" in wanted else list(wanted)
     for name in chosen:
@@ -64,7 +65,7 @@ def run_benchmarks(
                 print(f"{name} does not take {', '.join(sorted(unknown))}; leave that out", file=sys.stderr)
                 return 2
             module.plot() if plot else module.run(quick=quick, **options)
-        except Exception:  # one benchmark's failure must not lose the others' figures
+        except Exception:  # a failed benchmark must not keep the remaining ones from running
             traceback.print_exc()
             failed.append(name)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -74,7 +75,7 @@ def run_benchmarks(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run."""
+    """Parse the command line and run, plot or list the benchmarks; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="NAME | section.key=value", help="default: list the benchmarks")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: checks that it runs, gives no figure")

@@ -1,8 +1,8 @@
-"""Train whole `pipelinerl run`s as the arms of a benchmark, each with several seeds, and compare them.
+"""Compare the arms (variants of a recipe) of a benchmark: each arm is a full `pipelinerl run` for every seed.
 
-`measured` records each run when it ends and skips the runs that the record has, so an interrupted benchmark can be
-continued. A run that shared the machine with other work is recorded with that load, and the next call repeats it.
-`table` prints an arm per row: the mean over its seeds and their range.
+`measured` records each run when it ends and skips runs that are recorded already, so an interrupted benchmark can be
+continued. A run that shared the machine with other programs is recorded with their load, and the next call repeats this
+run. `table` prints one row for each arm, with the mean and the range over its seeds.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pipelinerl.roles.wiring import checkpoints_of
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
 _DEADLINE_S: Final = 7200.0
-#: Approximate number of points of a recorded curve.
+#: Approximate number of points to which a curve is thinned before it is recorded.
 _POINTS: Final = 200
-#: Other programs' processor time, as a share of a run's own, above which the run is repeated.
+#: A run is repeated if other programs used more than this share of the run's own processor time.
 _DISTURBED: Final = 0.3
 
 #: The x values and y values of a recorded curve.
 Points = tuple[tuple[float, ...], tuple[float, ...]]
-#: The recorded figures of one run; `arm`, `seed` and `completed` are always present.
+#: The recorded results of one run by name; `arm`, `seed` and `completed` are always present.
 Figures = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of an arm: a recipe, a seed, and changes of the recipe."""
+    """One run of an arm: a recipe, a seed, and overrides of the recipe's keys."""
 
     arm: str
     seed: int
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The part of a record's row that identifies this run."""
+        """The fields of a recorded row that identify this run."""
         return {
             "arm": self.arm,
             "seed": self.seed,
@@ -78,7 +78,7 @@ class Job:
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
-    """Run the job and, if `judged`, measure its last checkpoint. Raises RuntimeError without step or checkpoint."""
+    """Run the job and, if `judged`, evaluate the last checkpoint. Raises RuntimeError if the run made none."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
         command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
@@ -109,7 +109,7 @@ def measured(
     repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
-    """Return the figures of every job, and run the jobs that are not in the record yet.
+    """Return the figures of every job; first run those jobs that are not in the record yet.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
@@ -140,13 +140,13 @@ class _OtherWork:
         self._busy, self._own = _busy_s(), _own_s()
 
     def figures(self) -> Figures:
-        """Return `load` (the last minute's average) and `others` (other programs' time / the run's own)."""
+        """Return `load` (average of the last minute) and `others` (other programs' processor time / the run's own)."""
         own = _own_s() - self._own
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
 
 def _busy_s() -> float:
-    """Return the seconds that all processors were busy or taken by the host; 0 where Linux's /proc is missing."""
+    """Return all processors' seconds that programs used or the host took away; 0 without Linux's /proc."""
     try:
         user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
@@ -160,19 +160,19 @@ def _own_s() -> float:
 
 
 def recorded(benchmark: str) -> list[Figures]:
-    """Return the runs of a benchmark's record."""
+    """Return the figures of each run in a benchmark's record; empty if there is no record."""
     path = RESULTS / f"{benchmark}.json"
     return json.loads(path.read_text())["runs"] if path.exists() else []
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:
-    """Return the figures that every comparison of schedules or bounds shows.
+    """Return the results of a run that every comparison of schedules or staleness bounds shows.
 
     `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
     token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
-    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: reward curves;
-    `ess_by_step`. Raises ValueError if the steps do not report a figure.
+    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward;
+    `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
@@ -195,7 +195,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
 
 
 def training_clock(history: RunHistory) -> tuple[float, ...]:
-    """Return the training time at the end of each step, in seconds since the first step began to wait for rollouts."""
+    """Return the time at the end of each step, in seconds since the first step began to wait for rollouts."""
     ended = history.series(history.steps, "elapsed_s", x="step").y
     began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
     return tuple(at - began for at in ended)
@@ -208,7 +208,7 @@ def discarded_share(history: RunHistory) -> float:
 
 
 def steps_of(history: RunHistory, field: str) -> Series:
-    """Return a figure's values over the steps. Raises ValueError if the steps do not report it."""
+    """Return the values of a metric over the steps. Raises ValueError if the steps do not report this metric."""
     series = history.by_step(field)
     if not series:
         raise ValueError(f"expected the run's steps to report {field}, got {sorted(history.steps[0])}")
@@ -216,14 +216,14 @@ def steps_of(history: RunHistory, field: str) -> Series:
 
 
 def thinned(series: Series) -> Points:
-    """Reduce a curve to the points and digits that a picture can show."""
+    """Reduce a curve to about `_POINTS` points and few digits: as much as a picture can show."""
     every = max(1, len(series.x) // _POINTS)
     return tuple(float(f"{x:.6g}") for x in series.x[::every]), tuple(float(f"{y:.4g}") for y in series.y[::every])
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure in a table: its heading, its key in `Figures`, and its format."""
+    """A column of a table: its heading, the key of its values in `Figures`, and their format."""
 
     heading: str
     key: str
@@ -239,7 +239,7 @@ def by_arm(runs: Sequence[Figures]) -> Mapping[str, list[Figures]]:
 
 
 def table(runs: Sequence[Figures], columns: Sequence[Column]) -> str:
-    """Return a Markdown table: per arm the mean over its seeds, and their range in brackets where they differ."""
+    """Return a Markdown table with a row per arm: mean over the seeds, and in brackets the range unless it is zero."""
     lines = ["| arm | " + " | ".join(column.heading for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, arm in by_arm(runs).items():
         cells = [_spread([run[column.key] for run in arm], column.form) for column in columns]

@@ -5,8 +5,8 @@
     dithered   bfloat16 engines that receive dithered weights
     nearest    bfloat16 engines that receive the plain cast
 
-With `--quick`, one seed of the first two arms. Targets for `default`: at most 10 % more steps than float32 to a reward
-of 0.8, and a 95th percentile of the numerical mismatch that does not grow during the run.
+With `--quick`, only the first two arms are run, with one seed. Targets for `default`: at most 10 % more steps than
+float32 to a reward of 0.8, and a 95th percentile of the numerical mismatch that does not grow during the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def steps_to_target(rewards: Sequence[float]) -> float | None:
 
 
 def figures(_: Job, run: FinishedRun) -> Figures:
-    """Return the figures of a run."""
+    """Return the figures to record for a run: steps to the target, mismatch at the run's start and end, and rewards."""
     rewards, p95 = steps_of(run.history, "reward").y, steps_of(run.history, "mismatch_numerics_p95").y
     tenth = max(1, len(p95) // 10)
     return {
@@ -56,7 +56,7 @@ def figures(_: Job, run: FinishedRun) -> Figures:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
-    """Train every arm with every seed, print and record."""
+    """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
     fetch_model()
     intervals = [f"{key}={_STEPS}" for key in ("run.steps", "evaluation.interval_steps", "checkpoint.interval_steps")]
     jobs = [
@@ -69,7 +69,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the table: targets for the default, and the other arms for comparison."""
+    """Return the table's rows: the arm `default` with its targets, and the other arms for comparison."""
     by_name = {arm: [each for each in runs if each["arm"] == arm] for arm in ARMS}
     means = {
         arm: fmean(each["steps_to_target"] or _STEPS for each in several) for arm, several in by_name.items() if several

@@ -1,4 +1,4 @@
-"""Measure how often re-rendering a conversation changes its tokens, against the gateway's continuation.
+"""Measure how often re-rendering a conversation changes its tokens, compared with the gateway's continuation.
 
     naive      renders and tokenises all messages again for each turn; a conversation drifts if the new tokens do not
                begin with the tokens of the turns before
@@ -6,8 +6,8 @@
                the training sequence, or not trained exactly once
 
 The templates behave like the models they are named after, and answers resemble those of models: one in five ends with
-white space, half of the calls are compact JSON. Arms `split` sample one token in 50 as two tokens, as happens at
-temperature 1.
+white space, and half of the tool calls are compact JSON. In the arms `split`, one token in 50 is sampled as two tokens
+that spell the same text, as happens at temperature 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _ADD: Final = {"type": "function", "function": {"name": "add", "description": "A
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     rows, record, count = [], {}, 10 if quick else CONVERSATIONS
     for name, template in TEMPLATES.items():
         model = TemplateModel(template)
@@ -127,7 +127,7 @@ class TemplateModel:
         self.tokenizer = ChatTokenizer(made, {self.end})
 
     def answers(self, kind: str, seed: int, split: float) -> Iterator[list[int]]:
-        """Yield the sampled ids of each turn."""
+        """Yield the token ids that the scripted model samples in each turn of a conversation."""
         draw, words = generator(seed, "drift", kind), _SENTENCE.split()
         for turn in range(TURNS):
             text = " ".join(draw.choice(words, size=draw.integers(3, 12))) + draw.choice(["", "", "", "", " \n"])
@@ -142,7 +142,7 @@ class TemplateModel:
             yield [part for one in ids for part in (self._halves(one) if draw.random() < split else [one])] + [self.end]
 
     def naive_drifts(self, kind: str, seed: int, split: float) -> bool:
-        """Return whether re-rendering changes the tokens of earlier turns."""
+        """Play a conversation; return whether rendering it again changes the tokens of earlier turns."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         known = self.tokenizer.encode_chat(messages, {}, tools)
         for number, sampled in enumerate(self.answers(kind, seed, split)):
@@ -154,7 +154,7 @@ class TemplateModel:
         return False
 
     def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
-        """Return whether the training sequence differs from what the engine saw, and the number of segments."""
+        """Play an `Episode`; return whether training tokens differ from the engine's, and the number of segments."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
         seen, drifts = list[int](), False
@@ -190,7 +190,7 @@ class TemplateModel:
         return completion(prompt, answer.content, sampled, answer.calls) if tools else completion(prompt, text, sampled)
 
     def _halves(self, token: int) -> list[int]:
-        """Split a token into two with the same spelling, if the vocabulary has such tokens."""
+        """Return two tokens that together spell the same text as `token`, or only `token` if there are none."""
         text = self._spelling[token]
         for at in range(1, len(text)):
             if text not in self._control and text[:at] in self._vocab and text[at:] in self._vocab:

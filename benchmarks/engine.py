@@ -1,11 +1,12 @@
 """Compare tokens/s of the torch engine with Hugging Face `generate` in static batches, on one thread.
 
-    ours       all requests at once; the engine has `concurrency` rows and refills a row as soon as it is free
+    ours       all requests are sent together; the engine has `concurrency` rows and refills a row as soon as it is free
     generate   batches of `concurrency` requests in order, each as long as its longest answer
 
-Both have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
+Both arms have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
 log-probs. In one load all answers have equal length; in the other lengths are heavy-tailed (Pareto), and a static batch
-waits for its longest answer. Targets: at least 1 with equal lengths; at least 2 with heavy tails, goal 4.
+waits for its longest answer. Targets for ours / generate: at least 1 with equal lengths; at least 2 with heavy tails,
+goal 4.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Load:
     least_ratio: float
 
     def lengths(self, count: int) -> list[int]:
-        """Return one length per request."""
+        """Return a random answer length for each of `count` requests."""
         if self.tail == 0:
             return [self.shortest] * count
         random = rng.generator(0, "engine benchmark", self.name)
@@ -56,14 +57,14 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts, and the number of tokens to sample after each."""
+    """Prompts, and the number of tokens to sample after each prompt."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @classmethod
     def of(cls, load: Load, count: int, vocab: int) -> Job:
-        """Return `count` requests with prompts of 8 to 24 tokens."""
+        """Return a job of `count` requests with prompts of 8 to 24 random tokens and answer lengths from `load`."""
         random = rng.generator(1, "engine benchmark", load.name)
         sizes = random.integers(8, 25, count)
         return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
@@ -75,7 +76,7 @@ class Job:
 
 
 def ours(engine: LocalEngine, job: Job) -> None:
-    """Send all requests to our engine at once."""
+    """Send all requests to our engine together, and wait for all answers."""
     pairs = zip(job.prompts, job.lengths, strict=True)
     answers = engine.complete(
         [
@@ -110,7 +111,7 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
 
 
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> Paired:
-    """Return tokens/s of both arms."""
+    """Return the tokens/s of our engine and of `generate`, for one load, over `rounds` rounds."""
     model = load_model(path, torch.device("cpu"), torch.float32)
     job = Job.of(load, batches * concurrency, vocab=56)
 
@@ -127,7 +128,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     torch.set_num_threads(1)
     shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
     if not quick:

@@ -4,12 +4,13 @@ The engine and the trainer are each pinned to a core of their own. The engine co
 decoder; the requests come from within its process (`served_engine.Load`), because a client would take part of a core.
 Windows of a few seconds alternate between three modes of the trainer's process:
 
-    alone       it sleeps
-    training    it takes RL steps through `TorchTrainer` (forward, backward, AdamW)
-    publishing  the same, and it broadcasts the weights after every step, over HTTP and gloo
+    alone       the trainer sleeps
+    training    the trainer takes RL steps through `TorchTrainer` (forward, backward, AdamW)
+    publishing  the trainer takes RL steps and broadcasts the weights after every step, over HTTP and gloo
 
-The figures are `training` and `publishing` over `alone`: target 0.90, goal 0.98. They include effects of the machine:
-hardware threads of one core, or cores that other programs use, slow each other down.
+The results are the engine's tokens/s in `training` and `publishing`, divided by those in `alone`: target 0.90, goal
+0.98. The machine affects them, too: hardware threads of one core, or cores that other programs use, slow each other
+down.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _trainer(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _follow(order: TrainerOrder, pipe: Connection) -> None:
-    """Work in the mode that the pipe requests; answer each new mode with the number of rounds in the previous one."""
+    """Work in the mode that the pipe requests; at each change of mode, send the number of rounds in the old mode."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = await _work(order, client)
         for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the process group before the measurements.
@@ -139,7 +140,7 @@ def _tokens(url: str) -> float:
 
 
 def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
-    """Measure all windows, print the table and return the record's payload."""
+    """Measure `rounds` windows of `window_s` seconds in each mode, print the table and return the record's payload."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError(f"expected two cores, one for the engine and one for the trainer, got {len(cores)}")
@@ -166,6 +167,6 @@ def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     payload = measure(rounds=3 if quick else 10, window_s=1.0 if quick else 3.0)
     write_record("engine_busy", payload, quick=quick)

@@ -2,8 +2,8 @@
 
     busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts and engine pool, on engines
                with paced decode steps. After each answer a tool takes 0.01 to 60 s (log-uniform, mean seven). When a
-               group's last episode ends, the next group begins. The figure is the share of slots that decode, times
-               the share of time in which engines have work.
+               group's last episode ends, the next group begins. The result is the share of slots that decode, times the
+               share of time in which engines have work.
     learning   `examples/guess_letter` with a bigram model, until the mean reward of `WINDOW` steps reaches `LEARNT`
 
 An episode is stuck if it has not ended after twice the longest time that its tools could take.
@@ -71,7 +71,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """The share of busy slots, episodes that ended, those that are stuck, and processor seconds of the actor."""
+    """Result of a crowd: share of busy slots, number of ended and of stuck episodes, processor seconds of the actor."""
 
     busy: float
     episodes: int
@@ -80,7 +80,7 @@ class Crowded:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence[str] = _PARTS) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     rows: list[Row] = []
     record = RESULTS / "episodes.json"
     known = json.loads(record.read_text()) if record.exists() else {}
@@ -117,7 +117,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
 
 
 def learning(seed: int) -> dict[str, Any]:
-    """Train once; return mean rewards at start and end, seconds until `LEARNT`, and processor seconds of the run."""
+    """Train once; return the mean reward at start and end, seconds until it is `LEARNT`, and processor seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="guess-letter-") as folder:
         changes = games.guessing(Path(folder) / "model")

@@ -1,9 +1,10 @@
-"""Measure the control part of a weight update by the number of engines and of tensors.
+"""Measure how the control messages of a weight update scale with the number of engines and of tensors.
 
-An engine here has everything that an update passes through (HTTP server, receiver, endpoint in a gloo group) but no
-model; sixteen share a process. Tensors have one byte each, so an update is all control. `control` is the time of an
-update outside the broadcast: PREPARE and COMMIT of all engines at once. `forming` is the time until all engines have
-joined a new group. On two cores, 64 engines compete for processor time; on machines of their own they would not.
+An engine of this benchmark has everything that an update passes through (HTTP server, receiver, endpoint in a gloo
+group) but no model; sixteen engines share a process. Tensors have one byte each, so nearly all time is control.
+`control` is the time of an update outside the broadcast: PREPARE and COMMIT, each sent to all engines concurrently.
+`forming` is the time until all engines have joined a new group. On two cores, 64 engines compete for processor time; on
+machines of their own they would not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
-#: Numbers of engines and of tensors.
+#: Fleets to measure, as pairs of the number of engines and the number of tensors.
 FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
 _PER_PROCESS: Final = 16
@@ -104,7 +105,7 @@ class _Engine:
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
-        yield  # makes this method an async generator
+        yield  # an unreachable yield, which makes this method an async generator
 
     def model_card(self) -> ModelCard:
         epoch, version = self._serving
@@ -172,7 +173,7 @@ class _Trainer:
             at += parameter.num_bytes
 
     async def update(self) -> tuple[float, float]:
-        """Publish the next version; return its total seconds, and the seconds outside the broadcast."""
+        """Publish the next version; return the total seconds of the update, and the seconds outside the broadcast."""
         self._version += 1
         publication = Publication(
             version=self._version,
@@ -216,7 +217,7 @@ async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure every fleet, print and record."""
+    """Measure every fleet, print the table and, unless `quick`, write the record."""
     torch.set_num_threads(1)
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher sets it: see docs/use/clusters.md
     open_many_files()

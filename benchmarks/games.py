@@ -1,4 +1,4 @@
-"""Games of the benchmark `episodes`: `examples/guess_letter` with a bigram model, and one with slow tools."""
+"""Games of the benchmark `episodes`: `examples/guess_letter` for a bigram model, and a conversation with slow tools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipelinerl.environments.environment import Task
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
-#: Shortest wait for a tool, as a share of the longest.
+#: Shortest wait for a tool, as a share of the longest wait.
 _SHORTEST: Final = 0.01 / 60
 #: Maximum number of answers in an episode with tools.
 MOST_TURNS: Final = 6
 
-#: Adds no token at the start of the assistant's turn, so that the first sampled token directly follows the hint.
+#: A chat template without tokens at the start of the assistant's turn, so the first sampled token follows the hint.
 _TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
@@ -31,7 +31,7 @@ def guessing(model: Path) -> tuple[str, ...]:
     letters = slice(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 7)
     made.logits[:, letters] = 3.0
     made.logits[letters, :] = 0.0
-    made.logits[letters, tokenizer.eos_token_id] = 4.0  # makes answers of one letter likely
+    made.logits[letters, tokenizer.eos_token_id] = 4.0  # makes one-letter answers likely
     made.save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)
     return (

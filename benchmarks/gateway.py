@@ -1,10 +1,10 @@
 """Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
 
-    turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; measured
+    turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; the result
               is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
 
-No engine takes part: a fake sampler answers at once.
+No engine takes part: a fake sampler answers immediately.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ ROUNDS: Final = 7
 OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
-#: Seconds between connections of agents. Connections all at once would overflow the listener's queue.
+#: Seconds between the connections of two agents. Simultaneous connections would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     open_many_files()
     with spawned(_agents) as agents:
         turns = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
@@ -77,7 +77,7 @@ def conversation() -> list[dict[str, str]]:
 def completion(
     prompt: Sequence[int], text: str, sampled: Sequence[int] = range(NEW_TOKENS), calls: Sequence[ToolCall] = ()
 ) -> ChatCompletion:
-    """Return the answer that an engine would give."""
+    """Return a `ChatCompletion` with the given tokens, as an engine would return it."""
     number = len(sampled)
     choice = Choice(
         index=0,
@@ -110,7 +110,7 @@ class _Sampler:
 
 
 def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return a prompt order for one episode."""
+    """Return prompt order `number`, for one episode with the token limit `max_tokens`."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     sampling = Sampling(num_samples=1, max_tokens=max_tokens)
     return PromptOrder(
@@ -131,7 +131,7 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
 
 
 async def _cost(agents: Child, rounds: int) -> list[float]:
-    """Return processor milliseconds per request, one figure per round."""
+    """Return the gateway's processor milliseconds per request, one number for each round."""
     gateway, sample, took = Gateway(), _Sampler(), list[float]()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened:
         for _ in range(rounds):
@@ -159,7 +159,7 @@ async def _memory(agents: Child) -> float:
 
 
 def _agents(pipe: Connection) -> None:
-    """Send requests on demand, from a separate process so that their processor time is not measured."""
+    """Run the agents, which send requests on demand; they have a process of their own, whose time is not measured."""
     open_many_files()
     pipe.send("ready")
     while True:

@@ -1,8 +1,9 @@
-"""`gpu_check`'s part on attention over packed rollouts: torch's kernel (`varlen`) against buckets of padded segments.
+"""The check `attention` of `gpu_check`: compare torch's kernel (`varlen`) with buckets of padded segments.
 
-ragged, shared, window   output and gradients of one layer in bf16, by the kernel and by buckets, against buckets in
-                         fp32; time of both, forward and backward. Shared: eight answers per prompt
-step                     losses of three steps of the whole trainer, and the time of a step, with both
+ragged, shared, window   output and gradients of one layer in bf16, by the kernel and by buckets, compared with buckets
+                         in fp32; time of kernel and buckets, forward and backward. In `shared`, eight answers share
+                         each prompt; `window` is sliding-window attention
+step                     losses of three steps of the whole trainer, and a step's time, with kernel and with buckets
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from trainer_contract.types import MicroBatch, Precision
 
-#: Tolerances: attention's relative difference from fp32, and the absolute difference of losses in bf16.
+#: Tolerances: relative difference of attention from fp32, and absolute difference of the losses in bf16.
 _APART: Final = 2e-2
 _LOSS_APART: Final = 2e-2
 _ANSWERS: Final = 8
@@ -36,7 +37,7 @@ _RATE: Final = 1e-6
 
 
 class Layer(NamedTuple):
-    """One layer's attention over a micro-batch of `tokens` tokens, by both implementations."""
+    """Inputs of one attention layer over a micro-batch of `tokens` tokens, and a plan for each implementation."""
 
     name: str
     tokens: int
@@ -45,12 +46,12 @@ class Layer(NamedTuple):
     window: int | None
 
     def apart(self) -> dict[str, float]:
-        """Return each implementation's largest relative difference from fp32 buckets, over output and gradients."""
+        """Return by implementation the largest relative difference of output and gradients from buckets in fp32."""
         exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
         return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
 
     def timed(self, rounds: int) -> Paired:
-        """Time both implementations, forward and backward, in seconds."""
+        """Time the kernel and the buckets, forward and backward, in seconds."""
 
         def once(plan: AttentionPlan) -> None:
             _attended(plan, self.drawn, self.window)
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
 
 
 def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare layers and whole steps; without CUDA report that nothing was checked."""
+    """Compare kernel and buckets on single layers and on whole steps; without CUDA report that nothing was checked."""
     if device.type != "cuda":
         return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
     rows: list[Row] = []
@@ -122,7 +123,7 @@ def _times(timings: Paired) -> Mapping[str, Any]:
 
 
 def _shared(scale: Scale) -> MicroBatch:
-    """Return about as many tokens as `random_batch`, in groups of answers that share their prompt."""
+    """Return a micro-batch of about as many tokens as `random_batch`, in groups of answers that share their prompt."""
     draw, prompt = generator(0, "gpu_check", "shared"), scale.segment // 2
     sequences = []
     for _ in range(max(1, scale.trained_tokens // (scale.segment * _ANSWERS))):

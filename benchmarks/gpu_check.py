@@ -14,10 +14,11 @@ downloaded. The parts, in order:
                                      ranks; over NCCL if there are two GPUs (`gpu_mesh`)
     jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_jax`)
 
-Each part runs in a process of its own for at most four minutes; one that raises, dies or hangs is a missed row. The
-record, gpu_check.json, is written after each part; `--only PART` keeps the record's others. The exit status is 0 if all
-targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device. `--device cpu --quick` rehearses
-all but CUDA's own code on a tiny decoder: it judges no target, and writes a record only with `--results`.
+Each part runs in a process of its own for at most four minutes; a part that raises, dies or hangs misses its target.
+The record, gpu_check.json, is written after each part; `--only PART` keeps the recorded results of all other parts. The
+exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device. `--device
+cpu --quick` rehearses everything but CUDA's own code on a tiny decoder: targets are not judged, and a record is written
+only with `--results`.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Chec
     """Run one part in this process; any exception counts as a missed target."""
     try:
         return CHECKS[part](folder, scale, device)
-    except Exception as error:  # the other parts must still run
+    except Exception as error:  # the remaining parts must still run
         traceback.print_exc()
         return failure(part, f"{type(error).__name__}: {error}")
 
 
 def failure(part: str, text: str) -> Checked:
-    """Return the row and the record of a part that failed."""
+    """Return the table row and the record entry of a part that failed."""
     return [Row(f"{part} failed", (text.splitlines() or [""])[0][:100], "", False)], {"failed": text}
 
 
@@ -120,7 +121,7 @@ def check(
     done: Callable[[Mapping[str, Any]], None],
     model: Path | None = None,
 ) -> Checked:
-    """Run the parts one after the other on one model directory; `done` receives the results after each."""
+    """Run the chosen parts one after another on one model directory; call `done` with the results after each part."""
     rows: list[Row] = []
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -147,7 +148,7 @@ def run(
     results: Path | None = None,
     model: Path | None = None,
 ) -> int:
-    """Check the parts, print and record; return the exit status."""
+    """Check all parts, or those in `only`; print the table, write the record and return the exit status."""
     if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)
         return NO_DEVICE
@@ -173,7 +174,7 @@ def run(
 
 
 def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
-    """Return the recorded parts, if they are of the same device and scale."""
+    """Return the recorded results of all parts if they are of the same device and scale, otherwise none."""
     path = folder / "gpu_check.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     same = (record.get("device"), record.get("quick")) == (device, quick)
@@ -181,7 +182,7 @@ def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and check."""
+    """Parse the command line and run the checks; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder and few rounds")

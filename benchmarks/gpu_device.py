@@ -1,6 +1,6 @@
-"""Measure a device's limits, to which `gpu_check` relates its figures; define the sizes of its checks (`Scale`).
+"""Measure a device's limits, to which `gpu_check` compares its results, and define the sizes of the checks (`Scale`).
 
-Times start and end with the device idle. Each is the best of several tries: a bound, not an average.
+Times start and end with the device idle. Each time is the best of several tries: a bound, not an average.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def wait(device: torch.device) -> None:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, *, tries: int = 5) -> float:
-    """Return the fastest of several tries, after one that is discarded."""
+    """Return the seconds of the fastest of several tries of `work`, after a warm-up that is discarded."""
     times = []
     for number in range(tries + 1):
         wait(device)
@@ -101,12 +101,12 @@ def copy_seconds(num_bytes: int, device: torch.device) -> float:
 
 
 def bytes_per_second(num_bytes: int, device: torch.device) -> float:
-    """Return the bandwidth of the device's memory; a copy reads and writes every byte."""
+    """Return the bandwidth of the device's memory, counting both the read and the write of each copied byte."""
     return 2 * num_bytes / copy_seconds(num_bytes, device)
 
 
 def flops_per_second(size: int, device: torch.device) -> float:
-    """Return the peak rate of a bf16 matrix product of `size` x `size`."""
+    """Return the FLOP/s of a bf16 matrix product of `size` x `size`, the fastest of several tries."""
     # Random numbers: a matrix product of equal numbers draws less power and is unrealistically fast.
     numbers = generator(0, "gpu_check", "matmul").standard_normal((size, size), dtype=np.float32)
     left = torch.from_numpy(numbers).to(device, torch.bfloat16)
@@ -115,7 +115,7 @@ def flops_per_second(size: int, device: torch.device) -> float:
 
 
 def save_model(scale: Scale, folder: Path) -> None:
-    """Save the check's random decoder as a bf16 model directory."""
+    """Save the random decoder on which the checks run as a bf16 model directory."""
     model: Any = random_decoder(scale.shape)
     model.to(torch.bfloat16).save_pretrained(folder)
 

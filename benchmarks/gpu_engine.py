@@ -1,10 +1,10 @@
-"""`gpu_check`'s parts on the torch engine: correctness, decode rate, and the cost of an update.
+"""The checks of `gpu_check` on the torch engine: correctness, decode rate, and the cost of a weight update.
 
-correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
-             and bf16 against fp32, no worse than transformers' own bf16
-decode       tokens/s of full batches over the limit set by memory: a step reads the weights and the cache once
-ragged       four heavy-tailed answers for each slot: time of a decode step over one with answers of equal lengths
-continued    a conversation's second turn, whose prefix is cached: log-probs, cache hits, and time over a new prompt
+correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32;
+             bf16 against fp32, where the error must be no larger than that of transformers in bf16
+decode       tokens/s of full batches, relative to the limit set by memory: a step reads the weights and cache once
+ragged       four heavy-tailed answers per slot: time of a decode step, relative to a step with equal answer lengths
+continued    a conversation's second turn, whose prefix is cached: log-probs, cache hits, time relative to a new prompt
 staging      peak memory of an engine with a memory share, from its start until after its first update
 update       weights broadcast through the contract to an engine in another process while it decodes
 """
@@ -64,7 +64,7 @@ def prompts(scale: Scale, count: int, *path: str | int, length: int | None = Non
 def local(
     folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, *, context: int | None = None
 ) -> Iterator[LocalEngine]:
-    """Start an engine of the scale's size in this process; `context` overrides the scale's prompt and answer."""
+    """Start an engine in this process; `context` tokens per sequence, by default the scale's prompt and answer."""
     order = EngineOrder(
         folder=folder,
         slots=scale.slots,
@@ -78,7 +78,7 @@ def local(
 
 
 def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int | Sequence[int]) -> list[SampledAnswer]:
-    """Sample once per prompt; `tokens` is the number of tokens for all prompts, or one number for each."""
+    """Sample one answer per prompt; `tokens` is the answers' length, or a length for each answer."""
     lengths = [tokens] * len(token_ids) if isinstance(tokens, int) else tokens
     answers = engine.complete(
         [
@@ -129,7 +129,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate, from the time difference of long and short answers, with the roofline."""
+    """Compare a full batch's decode rate with the memory limit; the rate is timed as long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
@@ -272,7 +272,7 @@ class _Updates:
 
 @contextmanager
 def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
-    """Start a busy engine in a separate process; yield its URL and the backend for its weights."""
+    """Start a busy engine in a separate process; yield its URL and the backend (gloo or NCCL) for weight updates."""
     # NCCL refuses two ranks on one device, so without a second GPU gloo carries the weights.
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     order = EngineOrder(
@@ -320,7 +320,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)
         done = _Updates([], [], [], [], [], layout.num_bytes)
-        for version in range(1, count + 2):  # the first update joins the group and is discarded
+        for version in range(1, count + 2):  # the first update also forms the group, so its time is discarded
             await plain.get("/notes")
             report = await publisher.publish(
                 Publication(

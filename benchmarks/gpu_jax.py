@@ -1,8 +1,8 @@
-"""`gpu_check`'s part on JAX: its trainer and engine on the device, against the torch trainer's fp32 numbers.
+"""The check `jax` of `gpu_check`: compare the JAX trainer and engine on the device with the torch trainer in fp32.
 
-losses      three steps of the JAX trainer, and of torch's, in fp32
-step        the time of a step in bf16, over torch's
-log-probs   of the JAX engine's samples, against the torch trainer's forward of the same tokens
+losses      three steps in fp32: losses of the JAX trainer against those of the torch trainer
+step        time of a bf16 step of the JAX trainer, divided by the torch trainer's
+log-probs   the JAX engine's log-probs of its samples, against the torch trainer's for the same tokens
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _losses(name: str, folder: Path, scale: Scale, device: torch.device) -> np.n
 
 
 def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the median time of JAX's bf16 step over torch's; steps read results, so JAX's asynchronous work counts."""
+    """Return the ratio of median times of a bf16 step, JAX / torch. Steps read results, so JAX's async work counts."""
     batch = random_batch(scale)
     trainers = {name: _trainer(name, folder, device, Precision.BF16) for name in ("torch", "jax")}
 

@@ -1,9 +1,10 @@
-"""`gpu_check`'s parts on two processes: ranks of one trainer, and a trainer that broadcasts to a receiver.
+"""The checks of `gpu_check` that need two processes: ranks of one trainer, or a trainer that broadcasts to a receiver.
 
-mesh      losses of three steps with the model sharded (`dp_shard`) and with tokens divided (`cp`), against one process,
-          in fp32 and bf16; weights gathered during a backward pass are bit-identical to weights gathered when idle
+mesh      losses of three steps with the model sharded (`dp_shard`) and with tokens divided (`cp`), against those of one
+          process, in fp32 and bf16; weights gathered during a backward pass must equal weights gathered when idle
 group     bytes broadcast to another process: whether they arrive unchanged, and their rate
-killed    the other process is killed in the middle of a broadcast: an error in time, and a new group works at once
+killed    the receiver is killed in the middle of a broadcast: the sender must raise an error before its deadline, and
+          a new group must work immediately afterwards
 
 NCCL connects the processes if there are two GPUs; otherwise gloo does, and `mesh` is not checked.
 """
@@ -65,7 +66,7 @@ def other_rank(coordinator: str) -> Iterator[None]:
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare two processes with one; with fewer than two GPUs report that nothing was checked."""
+    """Compare a trainer of two processes with one of a single process; without two GPUs, report that it was skipped."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
     return compared(folder, random_batch(scale), device)
@@ -136,7 +137,7 @@ def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
         group, other = meet()
         sent = torch.arange(size, device=group.device, dtype=torch.int64).to(torch.uint8)
         began, rounds, arrived = 0.0, 4, 0
-        for number in range(rounds + 1):  # the first round connects the ranks and is discarded
+        for number in range(rounds + 1):  # the first round also connects the ranks, so its time is discarded
             if number == 1:
                 wait(device)
                 began = time.perf_counter()
@@ -165,7 +166,7 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         killer.start()
         try:
             while time.monotonic() < killed_at + _SILENCE_S:
-                with suppress(OSError):  # the other process is dead
+                with suppress(OSError):  # the receiver may be dead already
                     other.pipe.send(size)
                 group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
         except (UpdateError, DeadlineError) as failure:
@@ -193,7 +194,7 @@ def _backend(device: torch.device) -> Backend:
 
 @contextmanager
 def _member(backend: Backend) -> Iterator[Callable[[], tuple[Collective, Child]]]:
-    """Start a process that joins a group as rank 1; the yielded function joins the group as rank 0."""
+    """Start a process that joins a group as rank 1, and yield a function that joins the same group as rank 0."""
     rendezvous = Rendezvous("127.0.0.1")
     join = partial(
         Collective.join,

@@ -1,13 +1,14 @@
-"""`gpu_check`'s parts on the torch trainer: cost over bare torch, utilisation, and agreement with the engine.
+"""The checks of `gpu_check` on the torch trainer: cost over plain torch, utilisation, and agreement with the engine.
 
-throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, over the same step in
-            plain torch on prepared tensors
-MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
+throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, relative to the same step
+            in plain torch on prepared tensors
+MFU         model FLOPs utilisation: the step's FLOP/s, relative to the measured peak of a bf16 matrix product
 parity      log-probs of the engine's samples against the trainer's forward of the same tokens
 state       the optimizer's state on the host, or in bf16: losses of three steps, and the time of a step, against
             fp32 state on the device
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
-beside      speed of a backward pass while weights are broadcast to an engine in another process, over one alone
+beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
+            of a backward pass alone
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, W
 
 _RATE = 1e-6
 _PUBLISH_S: Final = 60.0
-#: Options of the optimizer's state to try, and the largest allowed difference of losses in bf16.
+#: Placements and dtypes of the optimizer's state to check, and the largest allowed difference of losses in bf16.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host"},
     {"moments": "bf16"},
@@ -57,7 +58,7 @@ _STATE_APART: Final = 2e-2
 
 
 def random_batch(scale: Scale) -> MicroBatch:
-    """Return ragged segments of about `scale.trained_tokens` tokens in all."""
+    """Return a micro-batch of segments of random lengths, about `scale.trained_tokens` tokens in all."""
     count, prompt = max(2, scale.trained_tokens // scale.segment), scale.segment // 4
     lengths = generator(0, "gpu_check", "batch").integers(scale.segment // 2, scale.segment * 3 // 2, count).tolist()
     return torch_step.random_batch(lengths, [prompt] * count, vocab=scale.shape.vocab)
@@ -65,8 +66,8 @@ def random_batch(scale: Scale) -> MicroBatch:
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
     """Return the floating-point operations of forward and backward."""
-    # Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has
-    # two products of half of length² x width each.
+    # A weight matrix costs 6 operations per weight and token (the output layer only for trained tokens). Causal
+    # attention has two products, each of half of length² x width.
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate
@@ -80,7 +81,7 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
 def trainer_of(
     folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
 ) -> TorchTrainer:
-    """Start the trainer under test."""
+    """Start the `TorchTrainer` under test on the model in `folder`."""
     trainer = TorchTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
@@ -89,7 +90,7 @@ def trainer_of(
 
 
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
-    """Return the trainer's step in plain torch, with the same attention as the trainer."""
+    """Return a function that does the trainer's step in plain torch, with the same attention as the trainer."""
 
     def bf16() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -100,7 +101,7 @@ def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable
 
 
 def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the trainer with a bare loop, and measure MFU."""
+    """Compare the trainer's speed with a loop in plain torch, and measure MFU."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     peak = flops_per_second(scale.matmul, device)
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
@@ -171,7 +172,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 
 
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare engine and trainer in fp32 and bf16."""
+    """Compare the log-probs of engine and trainer in fp32 and bf16."""
     full, half = (
         _disagreement(folder, scale, device, dtype, precision)
         for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))
@@ -275,7 +276,7 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     )
     alone, beside, digests, totals = [], [], [], []
     with engine_apart(folder, scale, device) as (url, backend):
-        for version in range(1, scale.updates + 2):  # the first update joins the group and is discarded
+        for version in range(1, scale.updates + 2):  # the first update also forms the group, so its time is discarded
             alone_now = [backward() for _ in range(3)]
             publishing = in_background("publish", partial(asyncio.run, _published(trainer, url, backend, version)))
             beside_now = [backward()]

@@ -1,7 +1,8 @@
 """The harness of all benchmarks: measuring, recording and printing.
 
-A shared machine's speed varies, so trust ratios only: arms run in turn within each round, in alternating order. The
-result is the median over the rounds of the *paired* ratio, with a 95 % interval from a bootstrap over the rounds.
+A shared machine's speed varies, so trust only ratios between arms (the variants that a benchmark compares): all arms
+run in each round, in alternating order. The result is the median over the rounds of the *paired* ratio, with a 95 %
+interval from a bootstrap over the rounds.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
@@ -45,7 +46,7 @@ class Interval:
         return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
     def as_dict(self) -> dict[str, float]:
-        """Return the interval for a record."""
+        """Return the interval as a dictionary, to be written to a record."""
         return {"median": self.median, "low": self.low, "high": self.high}
 
 
@@ -65,7 +66,7 @@ class Paired:
         return bootstrap_median(pairs.tolist())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return medians and all samples for a record."""
+        """Return medians and all samples as a dictionary, to be written to a record."""
         return {
             "medians": {arm: self.median(arm) for arm in self.samples},
             "samples": {arm: list(values) for arm, values in self.samples.items()},
@@ -75,7 +76,7 @@ class Paired:
 def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Paired:
     """Run every arm once per round, in order in even rounds and in reverse order in odd rounds.
 
-    `arms` are functions by name that do the work once and return a measurement (seconds, tokens/s, …). The first
+    `arms` maps names to functions that do the work once and return a measurement (seconds, tokens/s, …). The first
     `warmup` rounds are discarded. Raises ValueError without arms or rounds, or if a measurement is not positive.
     """
     if not arms or rounds < 1:
@@ -94,7 +95,7 @@ def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
 
 
 def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
-    """Return an arm that measures the wall time of `work` in seconds."""
+    """Return a function, to be used as an arm, that runs `work` and returns its wall time in seconds."""
 
     def arm() -> float:
         start = time.perf_counter()
@@ -114,7 +115,7 @@ def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a benchmark's table; `met` is None without a target."""
+    """A row of a benchmark's table; `met` says whether the target is met, and is None if the row has no target."""
 
     name: str
     value: object
@@ -146,7 +147,7 @@ def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, 
 
 
 def _laid_out(value: Any, margin: str = "") -> str:
-    """Format as JSON that people and diffs can read: a container of scalars takes one line."""
+    """Format a value as JSON that people and diffs can read: a container of scalars takes one line."""
     nested = isinstance(value, Mapping | list | tuple) and any(
         isinstance(part, Mapping | list | tuple) for part in (value.values() if isinstance(value, Mapping) else value)
     )
@@ -160,7 +161,7 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts needed to judge a figure: date, Python, libraries, processor, cores, memory."""
+    """Return facts that a reader needs to judge a measurement: date, Python, libraries, processor, cores, memory."""
     versions = {}
     for library in _LIBRARIES:
         try:

@@ -1,9 +1,10 @@
 """Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
 
-Several decoders (and SmolLM2-135M if models/smollm2 has it) train whole and by LoRA, in fp32 and bf16, with and without
-checkpointing. The peak is that of torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on CUDA. It follows a
-step that creates the moments, and includes a second micro-batch, which meets the first one's gradient. The largest
-parameter is held, as while weights are gathered.
+Several decoders (and SmolLM2-135M if models/smollm2 has it) are trained, all parameters or by LoRA, in fp32 and bf16,
+with and without gradient checkpointing. The peak is measured by torch's profiler on a CPU, and by
+`torch.cuda.max_memory_allocated` on CUDA. It is that of a step after the optimizer's moments exist, with two
+micro-batches, so that the second runs while the first one's gradient is in memory. A copy of the largest parameter is
+held meanwhile, as it is while weights are gathered.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _VARIANTS: Final = (
     (Precision.BF16, 16, False),
     (Precision.BF16, 16, True),
 )
-#: Optimizer states to try on whole models without checkpointing; on a CPU, the host's memory counts as well.
+#: Precision and optimizer options of further cases, which train all parameters without checkpointing. On a CPU,
+#: optimizer state on the host counts as well.
 _STATES: Final = (
     (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
     (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
@@ -77,7 +79,7 @@ class MemoryCase:
 
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
-    """Measure every case, print and record."""
+    """Measure every case, print the table and, unless `quick`, write the record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
         results = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
@@ -87,7 +89,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Check the scale's own model on the device; a rehearsal on a CPU counts allocations."""
+    """Compare prediction and peak for the scale's model on the device; on a CPU, a profiler counts allocations."""
     bf16, host = OptimizerOptions(moments=MomentDType.BF16), OptimizerOptions(place=StatePlace.HOST)
     variants = ((0, False), (0, True), (16, False), (0, True, bf16), (0, True, host))
     cases = [MemoryCase("decoder", folder, scale.trained_tokens, Precision.BF16, *each) for each in variants]
@@ -120,7 +122,7 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
         place=case.optimizer.place,
     )
     peak = _peak(trainer, batch, device)
-    predicted = memory.total + (memory.host if device.type == "cpu" else 0)  # on a CPU, the host is the device
+    predicted = memory.total + (memory.host if device.type == "cpu" else 0)  # on a CPU, memory of the host counts too
     print(f"{case.label}: {predicted / peak:.3f}", file=sys.stderr, flush=True)
     trainer.close()
     del trainer
@@ -144,7 +146,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
         held.clear()
 
     largest = max(int(np.prod(info.shape)) for info in trainer.weight_layout())
-    step()  # creates the optimizer's moments
+    step()  # the first step creates the optimizer's moments
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -159,7 +161,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
 
 
 def _standing(trainer: TorchTrainer) -> int:
-    """Return the bytes that were allocated before a step, which the profiler of this step does not see."""
+    """Return the bytes that were allocated before a step, which the profiler does not count in that step."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
@@ -181,7 +183,7 @@ def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
         for precision, optimizer in _STATES:
             yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _VARIANTS[:3]:  # the variants that a CPU measures within minutes
+        for precision, rank, checkpointing in _VARIANTS[:3]:  # only variants that a CPU measures within minutes
             yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
 
 

@@ -1,8 +1,8 @@
 """Compare the objective's five slots with one expression: the loss of GRPO and its gradient in torch.
 
-The arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
-trainer packs them. `minimum` writes PPO's min as one expression on prepared weights and masks; unlike the slots, it
-requires finite log-probs of prompts. Both gradients must agree before anything is timed.
+Both arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
+trainer packs them. The reference, `minimum`, writes PPO's min as one expression on prepared weights and masks; unlike
+the slots, it requires finite log-probs of prompts. The gradients of both arms must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLED: Final = 448
 
 
 def micro_batch(tokens: int) -> tuple[Tensor, dict[str, Any]]:
-    """Return log-probs and columns of `tokens` tokens, as a trainer passes them to an objective."""
+    """Return log-probs and per-token inputs for `tokens` tokens, as a trainer passes them to an objective."""
     draw = generator(0, "objective", tokens)
     rollouts = tokens // (PROMPT + SAMPLED)
     mask = np.tile(np.arange(PROMPT + SAMPLED) >= PROMPT, rollouts)
@@ -51,7 +51,7 @@ def minimum(logprobs: Tensor, behavior: Tensor, weighted: Tensor, mask: Tensor) 
 
 
 def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
-    """Return functions, by arm, that evaluate the loss and return its gradient."""
+    """Map the name of each arm to a function that evaluates the loss and returns its gradient."""
     given, columns = micro_batch(tokens)
     objective = resolve("grpo")
     behavior, mask = columns["behavior_logprobs"], columns["loss_mask"].float()
@@ -72,7 +72,7 @@ def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def run(quick: bool = False) -> None:
-    """Time all arms at each size, print and record."""
+    """Time both arms at each size, print the table and, unless `quick`, write the record."""
     torch.set_num_threads(1)
     rows, record = [], {}
     for tokens in SIZES:

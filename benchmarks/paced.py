@@ -1,10 +1,10 @@
-"""A whole run in one process with paced devices: a bigram engine and trainer that wait as long as devices would take.
+"""A whole run in one process with simulated devices: a bigram engine and trainer that wait as long as a GPU would.
 
     python -m benchmarks.paced FOLDER section.key=value …
 
-All parts are those of a real run, but streams are in memory and the verifier alternates. The time therefore depends on
-the schedule and the parts around the devices, hardly on this machine's load. FOLDER receives the recipe, the events and
-the lengths of answers.
+All other parts are those of a real run, except that streams are in memory and the verifier alternates between two
+verdicts. The time therefore depends on the schedule and on those other parts, hardly on this machine's load. FOLDER
+receives the recipe, the events and the lengths of answers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
-#: Simulated times of the engine's and the trainer's device, in seconds.
+#: Seconds that the simulated devices take: per decode step and row on the engine, and per token on the trainer.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
 TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160
@@ -146,7 +146,7 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Compute the gradient, and wait as long as a device would take."""
+        """Compute the gradient, then wait until as much time has passed as a real device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
         until = time.monotonic() + TRAINER.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
@@ -164,17 +164,17 @@ class _Alternating:
         self.lengths: list[int] = []
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge the answers without delay."""
+        """Judge the answers alternately wrong and correct, without delay."""
         self.lengths += [len(answer.token_ids) for answer in answers]
         outcomes = [Outcome.CORRECT if place % 2 else Outcome.WRONG for place in range(len(answers))]
         return [Judgement(Verdict(outcome=each, reward=float(each is Outcome.CORRECT)), 0.0) for each in outcomes]
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: this verifier holds no resources."""
 
 
 async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
-    """Run a recipe to its end, and write the recipe, events and lengths to `folder`."""
+    """Run a recipe to its end, and write the recipe, the events and the lengths of answers to `folder`."""
     config = load(recipe, changes)
     folder.mkdir(parents=True)
     save(config, folder / "recipe.toml")
@@ -251,7 +251,7 @@ async def _follow(controller: Controller, actor: Actor) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line, prepare the recipe and run it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
     parser.add_argument("changes", nargs="*", metavar="section.key=value", help="changes of the paced recipe")

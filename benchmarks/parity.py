@@ -1,9 +1,9 @@
-"""Compare the log-probs of engine and trainer for the same tokens under the same weights.
+"""Compare the log-probs that engine and trainer compute for the same tokens under the same weights.
 
 The real engine samples groups that share their prompts, at several temperatures, and receives new weights in flight.
-The real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16
-to 0.01 at P95, and batch-invariant kernels to the bit. Samples that an update reaches in flight recompute their cache
-(`recompute_kv`), so all differences are numerical.
+The real trainer recomputes every token's log-prob with the weights that sampled the token. In fp32 the two must agree
+to 1e-5 for every token, in bf16 to 0.01 at P95, and with batch-invariant kernels bit for bit. When an update reaches a
+sample in flight, the engine recomputes the sample's KV cache (`recompute_kv`), so all differences are numerical.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from trainer_contract.types import Device, HeadPrecision, Kernels, MicroBatch, P
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
 GROUP = 8
-#: Targets for fp32 (maximum) and bf16 (P95), and the goal for bf16.
+#: Targets for the difference of log-probs: the maximum in fp32, P95 in bf16, and a stricter goal for P95 in bf16.
 FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """The precision and kernels of engine and trainer."""
+    """A variant to compare: the precision and kernels of both engine and trainer."""
 
     precision: Precision
     head: HeadPrecision
@@ -61,16 +61,16 @@ class Arm:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the model directory, and so of the engine."""
+        """The dtype of the model directory and therefore of the engine."""
         return "float32" if self.precision is Precision.FP32 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """Differences of one arm, engine against trainer, over both model versions and by version.
+    """Log-prob differences between engine and trainer in one arm, over both model versions together and by version.
 
-    `bit_equal` is the share of tokens whose log-probs have the same bits; the update reached `switched` samples in
-    flight.
+    `bit_equal` is the share of tokens whose log-probs have the same bits; `switched` is the number of samples that the
+    update reached in flight.
     """
 
     all_tokens: Mismatch
@@ -119,7 +119,7 @@ def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: in
 
 
 async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """Sample groups over two model versions; the second is committed when the first group has ended."""
+    """Sample groups with the real engine; when the first group has ended, the engine switches to a second version."""
     options = EngineOptions(
         model_path=model,
         model_id="m",
@@ -210,7 +210,7 @@ def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
 
 
 def model_in(folder: Path, dtype: Any) -> Path:
-    """Return the shipped model, converted to `dtype` below `folder` if necessary."""
+    """Return the directory of the shipped model; if it has another dtype, convert it to `dtype` below `folder`."""
     if dtype == "float32":
         return TINY
     path = folder / dtype
@@ -220,7 +220,7 @@ def model_in(folder: Path, dtype: Any) -> Path:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     arms = [
         Arm(precision=precision, head=head, kernels=kernels)
         for precision, head, kernels in product(Precision, HeadPrecision, Kernels)

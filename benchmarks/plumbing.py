@@ -1,8 +1,8 @@
 """Measure the share of a run's processor time that neither samples nor trains, on `make run`'s recipe.
 
-After 50 steps, windows of a hundred steps each are measured. All of engine and trainer counts as compute, including
-their HTTP and streams; the rest is plumbing: actor, controller, stream server, verifiers and launcher. The model is the
-smallest that ships, so no run spends a larger share on plumbing.
+After 50 steps, windows of a hundred steps each are measured. The processes of engine and trainer count as compute,
+including their HTTP and streams; all other processes are plumbing: actor, controller, stream server, verifiers and
+launcher. The model is the smallest that ships, so no run spends a larger share on plumbing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEADLINE_S: Final = 600.0
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     steps, count = (20, 2) if quick else (100, 9)
     with tempfile.TemporaryDirectory(prefix="plumbing-") as name, _live(Path(name)) as live:
         live.wait(_LEARNED)
@@ -67,7 +67,7 @@ class _Live:
             self.steps += sum(event["kind"] == "step" for event in self._log.new())
 
     def processor_s(self) -> dict[str, float]:
-        """Return processor seconds so far by role; a process that has ended counts as last seen."""
+        """Return processor seconds so far by role; an ended process keeps the value at which it was last seen."""
         with suppress(psutil.NoSuchProcess):
             for process in (self._launcher, *self._launcher.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
@@ -92,7 +92,7 @@ def _role(command: Sequence[str]) -> str:
 @contextmanager
 def _live(folder: Path) -> Iterator[_Live]:
     overrides = ["run.steps=1000000", "run.name=live", f"run.directory={folder}", "evaluation.interval_steps=1000000"]
-    # A tied process ends with the benchmark, even if the benchmark is killed.
+    # `tied_process` ends the run when the benchmark ends, even if the benchmark is killed.
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]
     command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "run", "tiny", *overrides]
     launcher = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
@@ -108,7 +108,7 @@ def _live(folder: Path) -> Iterator[_Live]:
 
 
 def _window(live: _Live, steps: int) -> tuple[dict[str, float], int]:
-    """Return processor seconds by role while the run takes `steps` steps, and the rollouts that it trained."""
+    """Return the processor seconds by role during the run's next `steps` steps, and the rollouts trained in them."""
     before, first = live.processor_s(), live.steps
     live.wait(first + steps)
     after, taken = live.processor_s(), live.steps - first

@@ -1,4 +1,4 @@
-"""Child processes of benchmarks: `spawned` starts one and ends it with its context."""
+"""Child processes of benchmarks: the context manager `spawned` starts a process and ends it on exit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _STOP_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that has started: its id, the pipe to it, and its first message."""
+    """A child process that has started: its id, the pipe to it, and the first message that it sent."""
 
     pid: int
     pipe: Connection
     first: Any
 
     def call(self, message: Any, *, timeout_s: float = START_TIMEOUT_S) -> Any:
-        """Send a message and return the answer."""
+        """Send a message to the child and return its answer."""
         self.pipe.send(message)
         if not self.pipe.poll(timeout_s):
             raise TimeoutError(f"process {self.pid} did not answer within {timeout_s:g} s")
@@ -32,7 +32,7 @@ class Child:
 
 @contextmanager
 def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
-    """Run `target(*arguments, pipe)` in a new process, which sends a message once it is ready; end it afterwards.
+    """Run `target(*arguments, pipe)` in a new process, which must send a message when ready; end it with the context.
 
     Raises RuntimeError if the process ends or sends nothing; its output says why.
     """

@@ -1,9 +1,10 @@
-"""Measure how many rollouts per second go through the queue, and how many bytes they take.
+"""Measure how many rollouts per second pass through the rollout queue, and how many bytes a sampled token takes.
 
     ours       encode, append in batches, read, decode, through RedisStream and records
     pickled    one pickled rollout per XADD, read one at a time
 
-Both use one embedded server. Targets: at most 10 bytes per sampled token, and 4 times the rollouts/s of `pickled`.
+Both arms use one embedded server. Targets for ours: at most 10 bytes per sampled token, and 4 times the rollouts/s of
+`pickled`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Load:
     group_size: int = 16
 
     def groups(self) -> list[RolloutGroup]:
-        """Return the groups, seeded by the load's name. Up to three versions sample a long response."""
+        """Return random groups, seeded by the load's name; a long response is sampled by up to three model versions."""
         random = generator(0, "queue benchmark", self.name)
         return [self._group(random, number) for number in range(self.num_groups)]
 
@@ -77,7 +78,7 @@ LOADS = (
 
 
 async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
-    """Encode, append `DEPTH` groups at a time, read as many, and decode."""
+    """Encode the groups, append them `DEPTH` at a time, read as many, and decode them."""
     for start in range(0, len(groups), DEPTH):
         batch = [encode_group(group) for group in groups[start : start + DEPTH]]
         await streams.append("ours", batch, first_id=start + 1)
@@ -100,7 +101,7 @@ def pickled(client: Redis, records: Sequence[object]) -> None:
 
 
 def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
-    """Return rollouts/s of each arm, and bytes per token."""
+    """Return the rollouts/s of both arms, and the bytes per sampled token in our format."""
     groups = load.groups()
     payloads = [encode_group(group) for group in groups]
     num_rollouts = load.num_groups * load.group_size
@@ -138,7 +139,7 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
 
 
 def rows(load: Load, timings: Paired, size: float) -> list[Row]:
-    """Return the table of one load."""
+    """Return the table rows of one load."""
     speed_up = timings.ratio("ours", "pickled")
     return [
         Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
@@ -147,7 +148,7 @@ def rows(load: Load, timings: Paired, size: float) -> list[Row]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure each load, print and record."""
+    """Measure each load, print the tables and, unless `quick`, write the record."""
     payload: dict[str, Any] = {"depth": DEPTH}
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
         for load in LOADS:

@@ -1,7 +1,7 @@
-"""Measure how long a killed trainer and a killed run take to recover, against bare processes.
+"""Measure how long a killed trainer and a killed run take to recover, compared with processes that only import.
 
-    trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
-    run        kill -9 of everything: from the start of `run --resume` to the controller's directive
+    trainer    kill -9 of a live run's trainer: time from the start of its next process to the controller's directive
+    run        kill -9 of all processes: time from the start of `run --resume` to the controller's directive
 
 The bare arm starts the same processes in the same order on the same cores, but they only import the modules that the
 run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is stopped while the
@@ -63,14 +63,14 @@ T = TypeVar("T")
 
 @final
 class Live:
-    """A run in processes of its own that can be killed."""
+    """A run in separate processes, all or some of which can be killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], **environment: str) -> float:
-        """Start the launcher and return the time in Unix seconds."""
+        """Start the launcher and return the start time in Unix seconds."""
         began = time.time()
         with (self.directory.parent / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
@@ -79,7 +79,7 @@ class Live:
         return began
 
     def kill(self) -> None:
-        """Kill all processes at once."""
+        """Kill all processes of the run."""
         if self._launcher is not None:
             processes = [psutil.Process(self._launcher.pid), *self._children()]
             for process in processes:
@@ -94,7 +94,7 @@ class Live:
         self._launcher.send_signal(number)
 
     def trainer(self, *, other_than: int = 0) -> psutil.Process:
-        """Return the trainer's process once it exists."""
+        """Wait until a trainer's process exists, other than that with the id `other_than`, and return it."""
 
         def running() -> psutil.Process | None:
             for process in self._children():
@@ -109,12 +109,12 @@ class Live:
         return waited(running, "a trainer")
 
     def times(self, kind: str) -> list[float]:
-        """Return the times of all events of a kind, in Unix seconds."""
+        """Return the times of all recorded events of the kind `kind`, in Unix seconds."""
         path = self.directory / "events.jsonl"
         return [event["time"] for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
     def next(self, kind: str, *, after: float) -> float:
-        """Return the time of the next event of this kind once it exists."""
+        """Wait for the next event of the kind `kind` after the time `after`, and return its time."""
         return waited(lambda: next((at for at in self.times(kind) if at > after), None), kind)
 
     def newest_checkpoint(self) -> Path:
@@ -127,7 +127,7 @@ class Live:
 
 
 def waited(look: Callable[[], T | None], what: str) -> T:
-    """Return the first result of `look` that is not None."""
+    """Call `look` until it returns a result other than None, and return that result; `what` names it in errors."""
     deadline = time.monotonic() + _PATIENCE_S
     while (result := look()) is None:
         if time.monotonic() > deadline:
@@ -137,7 +137,7 @@ def waited(look: Callable[[], T | None], what: str) -> T:
 
 
 def started_at(process: psutil.Process) -> float:
-    """Return the start time of a process, in Unix seconds; psutil's figure is only precise to a second."""
+    """Return the start time of a process, in Unix seconds; psutil's own value is only precise to a second."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -148,7 +148,7 @@ class Bare:
     """The bare arm: processes that only import the modules of a run's processes."""
 
     def __init__(self, live: Live, folder: Path) -> None:
-        """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""
+        """Read from the logs of `live`, started with PYTHONPROFILEIMPORTTIME, which modules its processes import."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
@@ -156,17 +156,17 @@ class Bare:
             matches = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
             (folder / role).write_text("\n".join(match[1] for match in matches if match))
         cores = sorted(os.sched_getaffinity(0))
-        # The same assignment of cores as in `launch.plan`.
+        # Assign cores to processes as `launch.plan` does.
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}
 
     def trainer(self, checkpoint: Path) -> float:
-        """Time a trainer's process that imports its modules and reads the checkpoint, in seconds."""
+        """Start a bare trainer, which imports its modules and reads the checkpoint; return the seconds it takes."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Time all processes until the trainer's and the engine's have ended, in seconds."""
+        """Start bare processes for all of the run's; return the seconds until trainer's and engine's have ended."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -206,7 +206,7 @@ def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
 
 
 def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Measure both arms for the trainer, with one kill per round."""
+    """Measure the recovery of a killed trainer, and the bare arm, once per round."""
     began = live.start(["--resume", str(live.directory)])
     live.next("checkpoint", after=began)
     samples: dict[str, list[float]] = {"bare": [], "recovery": []}
@@ -216,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # lets the other processes finish their current work
+        time.sleep(1.0)  # lets the run's other processes finish their current work first
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))
@@ -226,7 +226,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
 
 
 def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Measure both arms for a whole run."""
+    """Measure the recovery of a killed run, and the bare arm, once per round."""
 
     def recovery() -> float:
         began = live.start(["--resume", str(live.directory)])
@@ -239,7 +239,7 @@ def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     rounds = 2 if quick else 9
     measured: dict[str, Paired] = {}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):

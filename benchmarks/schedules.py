@@ -1,17 +1,18 @@
 """Compare conventional RL, with G optimizer steps per generation, with the asynchronous schedules.
 
     conventional G   generate G batches, then take G optimizer steps; all cores generate, then all train
-    one step off     (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the last
-    drain            (1, 8), and running answers finish on old weights before an update
-    RLAX             (16, 32)
-    in flight        (1, 8), and running answers continue with new weights: PipelineRL
+    one step off     (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the previous one
+    drain            (j, k) = (1, 8), and running answers finish on old weights before an update
+    RLAX             (j, k) = (16, 32): a publication every sixteenth step
+    in flight        (j, k) = (1, 8), and running answers continue with new weights: PipelineRL
 
-All arms share code, prompts, noise, objective and rollouts per optimizer step. Trials with a separate seed choose each
-arm's learning rate (half, once or twice the recipe's) by the mean reward and, for conventional RL, the fastest use of
-the cores (one thread per process, a thread per core, or an engine per core). Every arm of every cell, a distribution of
-answer lengths, runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
-conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute
-dominates, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
+An engine's weights are at most j versions old, and a trained token at most k. All arms (schedules) share code, prompts,
+noise, objective and rollouts per optimizer step. Trials with a separate seed choose each arm's learning rate (half,
+once or twice the recipe's) by the mean reward and, for conventional RL, the fastest use of the cores (one thread per
+process, a thread per core, or an engine per core). Every arm runs with every seed in every cell (a distribution of
+answer lengths). Targets: the seconds of `in flight` to a reward, over those of the best conventional arm, at most 0.6
+with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute dominates, such as
+`examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "RLAX (16, 32)": ("staleness.j=16", "staleness.k=32"),
     "in flight": ("staleness.j=1", "staleness.k=8", "engine.on_update=continue"),
 }
-#: Words to spell, by distribution of lengths: (letters from, to, weight) of each domain.
+#: Words to spell, by distribution of lengths: for each domain the fewest and most letters of a word, and its weight.
 _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "fixed": ((5, 5, 1.0),),
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
@@ -65,7 +66,7 @@ _HELD_OUT: Final = "evaluation.problems=96"
 RATES: Final = (0.5, 1.0, 2.0)
 _CORES: Final = len(os.sched_getaffinity(0))
 PARALLEL: Final = ("launch.threads=1", f"launch.threads={_CORES}", f"engine.count={_CORES}")
-#: The seed of trials, and the share of a run's steps that they take.
+#: The seed of trials, and a trial's number of steps as a share of a full run's.
 _TRIAL_SEED: Final = 1000
 _TRIAL_STEPS: Final = 0.4
 _TRIALS: Final = ("_cores", "_rates")
@@ -87,7 +88,7 @@ class Cell:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Changes of the recipe for this cell."""
+        """The overrides of the recipe's keys for this cell."""
         if self.lengths not in _WORDS:
             return ()
         domains = ", ".join(
@@ -101,7 +102,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """An arm: its keys, and the optimizer steps per generation (1 if asynchronous)."""
+    """An arm: its overrides of recipe keys, and the optimizer steps per generation (1 if asynchronous)."""
 
     name: str
     keys: tuple[str, ...]
@@ -113,7 +114,7 @@ class Schedule:
         return "staleness.k=1" in self.keys
 
     def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:
-        """Return the changes of the recipe, in addition to the cell's, for a share of the cell's optimizer steps."""
+        """Return this arm's overrides of recipe keys, in addition to the cell's; `share` scales the number of steps."""
         rollouts = load(cell.recipe).training.rollouts_per_step
         steps = max(1, round(cell.optimizer_steps * share) // self.generation)
         return (
@@ -143,7 +144,7 @@ COLUMNS: Final = (
 
 
 def schedules() -> list[Schedule]:
-    """Return every arm."""
+    """Return all schedules to compare: the conventional ones first, then the asynchronous ones."""
     synchronous = ("staleness.j=1", "staleness.k=1")
     conventional = [
         Schedule(name=name, keys=synchronous, generation=g) for name, g in zip(_CONVENTIONAL, GENERATIONS, strict=True)
@@ -152,7 +153,7 @@ def schedules() -> list[Schedule]:
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag, and how busy it was.
+    """Return the results of `figures_of`, seconds to each target reward (None: not reached), lag, and busy shares.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
     that trained it. `trainer_busy` is the share of training time that steps take.
@@ -171,10 +172,10 @@ def figures(job: Job, run: FinishedRun) -> Figures:
 
 
 def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
-    """Return, by cell and target, each asynchronous arm's seconds to the reward over the best conventional arm's.
+    """Return by cell and target reward each asynchronous arm's seconds to the reward, over the best conventional arm's.
 
-    The best arm is the one with the smallest median over its seeds; the ratio is the median over the seeds, paired,
-    with its interval. An arm that never reached the reward with some seed has no ratio.
+    The best conventional arm has the smallest median over its seeds. Ratios are paired by seed; the result is their
+    median with its interval. An arm that missed the reward with any seed has no ratio.
     """
     found: dict[str, Any] = {}
     for cell, target in product(dict.fromkeys(row["cell"] for row in runs), TARGETS):
@@ -197,7 +198,7 @@ def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
 
 
 def cells(*, quick: bool, recipe: str) -> list[Cell]:
-    """Return the grid; a recipe other than the tiny one keeps its own lengths and number of steps."""
+    """Return the cells to run; a recipe other than the tiny one keeps its own answer lengths and number of steps."""
     if recipe != RECIPE:
         return [Cell(recipe=recipe, lengths="as the recipe", optimizer_steps=load(recipe).run.steps)]
     laws = ("heavy-tailed",) if quick else tuple(_WORDS)
@@ -206,14 +207,14 @@ def cells(*, quick: bool, recipe: str) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Short runs with a seed of their own, which choose one of several changes for each arm of each cell."""
+    """Short runs with a seed of their own, which choose among candidate overrides for each arm of each cell."""
 
     name: str
     candidates: Mapping[tuple[Cell, Schedule], Sequence[tuple[str, ...]]]
     merit: Callable[[Figures], float]
 
     def best(self) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-        """Run or look up every trial; return the candidate with the most merit for each arm."""
+        """Run every trial that is not recorded yet; return the candidate of most merit for each arm of each cell."""
         jobs = {
             place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
         }
@@ -237,7 +238,7 @@ class Trials:
 
 
 def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-    """Return the changes that trials choose for each arm: how conventional RL uses the cores, and the learning rate."""
+    """Return the overrides that trials choose for each arm: conventional RL's use of cores, and the learning rate."""
     places = list(product(grid, arms))
     ways = {place: [(each,) for each in PARALLEL] for place in places if place[1].conventional}
     cores = Trials(f"{name}_cores", ways, lambda row: -row["seconds"]).best()
@@ -265,7 +266,7 @@ def run(
     seeds: Sequence[int] = (0, 1, 2),
     steps: int | None = None,
 ) -> None:
-    """Choose each arm's keys by trials, train every arm of every cell with every seed, print and record."""
+    """Choose each arm's overrides by trials, then train every arm of every cell with every seed, print and record."""
     grid = [replace(cell, optimizer_steps=steps or cell.optimizer_steps) for cell in cells(quick=quick, recipe=recipe)]
     arms = schedules()[:: len(GENERATIONS) + 3] if quick else schedules()
     name = f"schedules_{Path(recipe).stem}"

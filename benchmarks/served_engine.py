@@ -1,8 +1,8 @@
-"""Torch engines for benchmarks: `served` in a process of its own, `local` in this one.
+"""Torch engines for benchmarks: `served` starts one in a separate process, `local` in this process.
 
-No token ends a sample, so every answer has the length that its request asks for. With a `Load` a served engine keeps
-itself busy from its own event loop: a client would take part of a core. GET /notes returns the ends of its decode steps
-since the last request, on the system's monotonic clock.
+No token ends a sample, so every answer has the length that its request asks for. With a `Load`, a served engine
+generates requests on its own event loop, since a client would take part of a core. GET /notes returns the times at
+which decode steps ended since the last GET, on the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Endless requests, one running and one waiting, each for `samples` samples of `tokens` tokens."""
+    """Endless requests for `samples` samples of `tokens` tokens each; one runs and the next one waits."""
 
     samples: int
     tokens: int
@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOrder:
-    """An engine's settings. `core` pins its process."""
+    """An engine's settings; its process is pinned to `core`, if given."""
 
     folder: Path
     slots: int
@@ -72,7 +72,7 @@ class LocalEngine:
         self._runner.run(self.engine.start())
 
     def complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        """Return the answers to requests that are sent all at once."""
+        """Send all requests together, and return their answers."""
         return self._runner.run(self._complete(requests))
 
     async def _complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:

@@ -1,9 +1,10 @@
 """Compare `pipelinerl simulate` with short real runs of each schedule, on paced devices.
 
-In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms run at once, so
-the machine is equally busy for each. Two arms calibrate the simulation: the synchronous one, and the one in flight,
-which shows how engine and trainer slow each other down; all others are predicted. The error is that of a step's
-seconds, simulated ÷ measured − 1. The synchronous arm runs twice: the difference is noise, a bound on any prediction.
+In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms (schedules) run
+concurrently, so the machine is equally busy for each. Two arms calibrate the simulation: the synchronous one, and `in
+flight`, which shows how engine and trainer slow each other down; all other arms are predicted. The error is that of a
+step's seconds, simulated ÷ measured − 1. The synchronous arm runs twice; the difference between these two runs is
+noise, which limits the accuracy of any prediction.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
 _ON_POLICY: Final = ("staleness.j=1", "staleness.k=1")
-#: For each arm, the number of batches per generation, and the arm's changes of the recipe.
+#: By arm: the number of batches per generation, and the overrides of the recipe's keys.
 ARMS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
     _SYNCHRONOUS: (1, _ON_POLICY),
     "conventional G = 2": (2, _ON_POLICY),
@@ -47,7 +48,7 @@ _QUICK: Final = (_SYNCHRONOUS, "one step off", _IN_FLIGHT)
 
 
 def changes_of(arm: str, *, steps: int) -> list[str]:
-    """Return the changes of the paced recipe that an arm makes."""
+    """Return an arm's overrides of the keys of the paced recipe."""
     generation, keys = ARMS[arm]
     rollouts = _ROLLOUTS * generation
     return [
@@ -61,7 +62,7 @@ def changes_of(arm: str, *, steps: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """An arm, measured and simulated; `error` is that of a step's seconds."""
+    """Measurement and simulation of one arm; `error` is the relative error of a step's simulated seconds."""
 
     arm: str
     calibrates: bool
@@ -83,7 +84,7 @@ class Cell:
 
 
 def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
-    """Run paced devices in a process of its own. Raises RuntimeError if the run fails."""
+    """Run `benchmarks.paced` in a process of its own. Raises RuntimeError if the run fails."""
     command = [sys.executable, "-m", "benchmarks.paced", str(folder), *changes]
     done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
     if done.returncode:
@@ -97,7 +98,7 @@ def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
 
 
 def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
-    """Return every arm's measurement and prediction, and the hardware that is calibrated on two of the arms."""
+    """Return every arm's measurement and prediction, and the `Hardware` that was calibrated on two of the arms."""
     hardware = calibrate([runs[_SYNCHRONOUS], runs[_IN_FLIGHT]])
     cells = []
     for arm, run in runs.items():
@@ -110,7 +111,7 @@ def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardwa
 
 
 def run(quick: bool = False) -> None:
-    """Measure, simulate, print and record."""
+    """Measure and simulate every arm, print the table and, unless `quick`, write the record."""
     arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
         folders = [Path(folder) / str(place) for place in range(len(arms))]

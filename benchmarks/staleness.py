@@ -1,4 +1,4 @@
-"""Measure what staleness costs: the tiny recipe under six pairs (j, k), with and without importance weights.
+"""Measure the cost of staleness: the recipe `tiny` with six pairs (j, k), with and without importance weights.
 
     (1, 1)     on policy, in lockstep: sample, train, publish, in turn
     (1, 2)     one step off
@@ -7,9 +7,10 @@
     (16, 16)   a publication every sixteenth step, and no older tokens
     (16, 32)   RLAX's default
 
-The objective is REINFORCE per token with the group's mean as baseline, so only the importance weight depends on a
-token's age: `plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot`
-draws docs/pictures/staleness.png. Compare rewards by samples: seconds depend on the machine.
+An engine's weights are at most j versions old, and a trained token at most k. The objective is REINFORCE per token with
+the group's mean as baseline, so only the importance weight depends on a token's age: it is 1 in the arms `plain`, and
+min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
+docs/pictures/staleness.png. Compare rewards by samples, since seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WEIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "plain": (_SCORE, "objective.is_weight=one"),
     "TIS-2": (_SCORE, 'objective.is_weight={ kind = "token_ratio", high = 2.0 }'),
 }
-#: Changes of the recipe, by arm.
+#: Overrides of the recipe's keys, by arm.
 ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     f"({j}, {k}) {name}": (f"staleness.j={j}", f"staleness.k={k}", *changes)
     for j, k in BOUNDS
@@ -54,7 +55,7 @@ COLUMNS: Final = (
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
-    """Train every arm with every seed, print and record."""
+    """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
     steps = 32 if quick else 200
     shared = (f"run.steps={steps}", f"evaluation.interval_steps={steps // 2}", "evaluation.problems=64")
     jobs = [
@@ -67,7 +68,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "staleness.png") -> Path:
-    """Draw reward against samples without and with weights, against seconds with them, and ESS."""
+    """Draw four panels: reward over samples without and with importance weights, reward over seconds, and ESS."""
     rows = recorded("staleness") if runs is None else runs
     colours = ["#1f2430", "#2f6fed", "#18a999", "#f2a541", "#d1495b", "#8f5bd6"]
 

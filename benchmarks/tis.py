@@ -9,9 +9,9 @@ Efficient RL Framework Secretly Brings You Off-Policy RL Training"):
     Vanilla-IS   π_old / μ · clip(π / π_old)
     TIS-2        min(π_old / μ, 2) · clip(π / π_old)
 
-PPO-IS on native weights is the recipe unchanged. PPO on native weights shows the cost of ignoring the sampler when
-only its age makes it differ. Each batch takes one optimizer step, so π = π_old in value and PPO never clips. No target
-is set. `--plot` draws docs/pictures/tis.png.
+PPO-IS on native weights is the recipe unchanged. PPO on native weights shows the cost of ignoring the sampler's policy
+when it differs from the trainer's only by its age. Each batch takes one optimizer step, so π = π_old in value and PPO
+never clips. No target is set. `--plot` draws docs/pictures/tis.png.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ RECIPE: Final = "tiny"
 _QUICK: Final = ("run.steps=24", "evaluation.interval_steps=12", "evaluation.problems=64")
 _OVER_OLD: Final = "objective.grad1.over=old"
 _OLD_OVER_BEHAVIOR: Final = 'kind = "token_ratio", numerator = "old", denominator = "behavior"'
-#: Changes of the recipe, by objective.
+#: Overrides of the recipe's keys, by objective.
 OBJECTIVES: Final[Mapping[str, tuple[str, ...]]] = {
     "PPO-IS": (),
     "PPO": (_OVER_OLD,),
     "Vanilla-IS": (_OVER_OLD, f"objective.is_weight={{ {_OLD_OVER_BEHAVIOR} }}"),
     "TIS-2": (_OVER_OLD, f"objective.is_weight={{ {_OLD_OVER_BEHAVIOR}, high = 2.0 }}"),
 }
-#: Changes of the recipe, by arm: two references on native weights, and every objective on int8.
+#: Overrides of the recipe's keys, by arm: two reference arms on native weights, and every objective on int8 weights.
 ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     f"{form} {name}": (f"engine.weights={form}", *OBJECTIVES[name])
     for form, names in ((WeightFormat.NATIVE, ("PPO-IS", "PPO")), (WeightFormat.INT8, tuple(OBJECTIVES)))
@@ -64,10 +64,11 @@ COLUMNS: Final = (
 
 
 def figures(_: Job, run: FinishedRun) -> Figures:
-    """Return the figures of a run.
+    """Return the figures to record for a run.
 
-    `mismatch` is the mean |Δ log p| between sampler and trainer, `numerics` the same over tokens sampled with the
-    step's starting weights, where only quantisation causes it. Figures other than `accuracy` are means over the steps.
+    `mismatch` is the mean |Δ log p| between sampler and trainer. `numerics` is this mean over only those tokens that
+    were sampled with the step's starting weights, where all difference is due to quantisation. Figures other than
+    `accuracy` are means over the steps.
     """
     steps = partial(steps_of, run.history)
     mismatch, ess = steps("logprob_difference_mean"), steps("ess")
@@ -89,7 +90,7 @@ def figures(_: Job, run: FinishedRun) -> Figures:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
-    """Train every arm with every seed, print and record."""
+    """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
     jobs = [
         Job(arm, seed, RECIPE, (*(_QUICK if quick else ()), *changes))
         for seed in seeds[: 1 if quick else None]
@@ -101,7 +102,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "tis.png") -> Path:
-    """Draw accuracy as served, final accuracy of the trained weights, ESS and mismatch, in one colour per arm."""
+    """Draw the accuracy of the served weights, the final accuracy of the trained weights, ESS and mismatch, by arm."""
     arms = by_arm(recorded("tis") if runs is None else runs)
 
     def draw(axes: Sequence[Any]) -> None:

@@ -31,7 +31,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options
 def packed(
     token_ids: Sequence[Sequence[int]], prompts: Sequence[int], behavior: Sequence[NDArray[np.float32]]
 ) -> MicroBatch:
-    """Pack sequences back to back; each begins with a prompt of `prompts[i]` tokens. Advantages are random."""
+    """Pack sequences back to back; sequence i begins with a prompt of `prompts[i]` tokens. Advantages are random."""
     lengths = np.array([len(each) for each in token_ids])
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     mask, tokens = positions >= np.repeat(np.asarray(prompts), lengths), int(lengths.sum())
@@ -52,7 +52,7 @@ def packed(
 
 
 def random_batch(lengths: Sequence[int], prompts: Sequence[int], *, vocab: int, seed: int = 0) -> MicroBatch:
-    """Return a micro-batch of random tokens in segments of these lengths, their prompts included."""
+    """Return a micro-batch of random tokens; segment i has `lengths[i]` tokens, the first `prompts[i]` as prompt."""
     draw, level = generator(seed, "benchmarks", "batch"), np.float32(-np.log(vocab))
     sequences = [draw.integers(0, vocab, length).tolist() for length in lengths]
     sampled = [np.full(length - prompt, level, np.float32) for length, prompt in zip(lengths, prompts, strict=True)]
@@ -92,7 +92,7 @@ def laid_out(
     plan: Callable[[Any, torch.device], Any] | None = SegmentPlan.of,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Rows:
-    """Arrange a batch for a newly loaded model: packed with an attention `plan`, or padded for SDPA without a plan."""
+    """Load the model and lay out a batch for it: packed with an attention `plan`, or padded for SDPA without a plan."""
     inside = np.flatnonzero(batch.loss_mask)
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
     rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
@@ -121,7 +121,7 @@ def laid_out(
 
 
 def bare_step(rows: Rows, *, learning_rate: float) -> Callable[[], None]:
-    """Return an optimizer step in plain torch: loss, gradient, clipping and AdamW on prepared tensors."""
+    """Return a function that takes an optimizer step in plain torch: loss, gradient, clipping, AdamW."""
     parameters = list(rows.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 

@@ -28,7 +28,7 @@ RATE: Final = 1e-4
 
 
 def ragged_batch(sampled: Any, *, seed: int) -> MicroBatch:
-    """Return rollouts with these numbers of sampled tokens, each after a prompt of `PROMPT` tokens."""
+    """Return a micro-batch of rollouts; rollout i has `sampled[i]` sampled tokens after a prompt of `PROMPT` tokens."""
     lengths = (np.asarray(sampled) + PROMPT).tolist()
     return random_batch(lengths, [PROMPT] * len(lengths), vocab=SHAPE.vocab, seed=seed)
 
@@ -41,10 +41,10 @@ def _gradients(rows: Rows) -> list[torch.Tensor]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     rounds = 8 if quick else 30
     short = ragged_batch(generator(0, "short").integers(4, 25, 256), seed=1)
-    # RL's usual shape: most completions are short, a few reach the limit.
+    # The usual distribution of lengths in RL: most completions are short, a few reach the limit.
     long = ragged_batch(np.minimum(generator(0, "long").geometric(1 / 40, 48) + 4, 300), seed=2)
     trainer, objective = TorchTrainer(), resolve("pipelinerl")
     with tempfile.TemporaryDirectory() as folder:

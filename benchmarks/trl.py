@@ -1,4 +1,4 @@
-"""Compare the time to a held-out accuracy with TRL's GRPOTrainer: at most 1.0 of TRL's time, goal 0.5.
+"""Compare the time to reach a held-out accuracy with that of TRL's GRPOTrainer: target 1.0 of TRL's time, goal 0.5.
 
 Both arms train the recipe `tiny` with the same inputs and hyper-parameters (`trl_arm` translates them), on the same two
 cores, one after the other; their order alternates by seed.
@@ -10,8 +10,8 @@ cores, one after the other; their order alternates by seed.
 
 Our clock starts at the end of the first evaluation, stops at the first evaluation that reaches the target, and includes
 later evaluations and checkpoints. TRL's clock starts with its first step and pauses during evaluations; TRL writes no
-checkpoints. Both evaluate every `evaluation.interval_steps` steps. An arm that misses the target counts with all its
-time and is marked. The time of a step is the median between the ends of consecutive steps.
+checkpoints. Both evaluate every `evaluation.interval_steps` steps. An arm that misses the target counts with its whole
+time and is marked as such. The time of a step is the median time between the ends of consecutive steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 CORES: Final = 2
-#: Thread settings of TRL's torch: number of threads, and environment.
+#: Thread settings of torch to try for TRL, by name: number of threads, and environment variables.
 MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
     "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
@@ -44,13 +44,13 @@ MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
 }
 _DEADLINE_S: Final = 3 * 3600.0
 
-#: (step, seconds of training so far, held-out accuracy), by step.
+#: Points (step, seconds of training so far, held-out accuracy) in the order of steps.
 Curve = list[tuple[int, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The recipe that both arms train, by name or path, and our targets as shares of TRL's time."""
+    """The recipe (name or path) that we and TRL train, and our targets as shares of TRL's time."""
 
     recipe: str
     targets: Sequence[float]
@@ -75,7 +75,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training run: its curve, the end of each step in seconds of training, and the machine's load at the start."""
+    """One training run: its curve, the seconds of training at each step's end, and the machine's load at the start."""
 
     curve: Curve
     ends: Sequence[float]
@@ -95,12 +95,12 @@ class Arm:
         return statistics.median(end - before for before, end in pairwise(self.ends))
 
 
-#: Pairs of our arm and TRL's arm, by seed.
+#: By seed: our training run, and TRL's.
 Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
 def arm_of(events: Sequence[Event], load: float) -> Arm:
-    """Return our arm, timed from its first evaluation. Raises ValueError if no other evaluation followed."""
+    """Return our run, timed from its first evaluation. Raises ValueError if there are fewer than two evaluations."""
     evaluations = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
     if len(evaluations) < 2:
         raise ValueError(f"expected an evaluation before training and one after it, got {len(evaluations)} in all")
@@ -127,7 +127,7 @@ def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
 
 
 def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str, dict[str, float]]:
-    """Return the fastest thread setting for TRL, and the best seconds per step of each; tries alternate."""
+    """Try all thread settings for TRL in turn; return the fastest, and the best seconds per step of each setting."""
     tries: dict[str, list[float]] = {name: [] for name in MANNERS}
     for name in islice(cycle([*MANNERS, *list(MANNERS)[::-1]]), tries_of_each * len(MANNERS)):
         result = _trl(name, recipe=str(recipe), seed=0, steps=steps, evaluate=False)
@@ -160,14 +160,14 @@ def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval, bool]:
-    """Return our time over TRL's to `target`, paired by seed, and whether all of our arms reached it."""
+    """Return our time to the accuracy `target` over TRL's, paired by seed, and whether all of our runs reached it."""
     crossings = [(mine.crossing(target), other.crossing(target)) for mine, other in pairs]
     ratio = bootstrap_median([mine.seconds / other.seconds for mine, other in crossings])
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Yield the record's payload after each seed (half an hour), and print the table; new pairs replace `known`."""
+    """Train with each seed (half an hour); after each, print the table and yield the payload, merged with `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
@@ -222,9 +222,10 @@ def _shown(crossing: Crossing) -> str:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
-    """Measure, print and record.
+    """Run the benchmark, print its table and write its record.
 
-    With `seeds`, the record's other seeds are kept. With `changes` of the recipe for both arms, nothing is recorded.
+    With `seeds`, recorded results of other seeds are kept. With `changes` (overrides of the recipe's keys), nothing is
+    recorded.
     """
     known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
     for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):
@@ -232,7 +233,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str
 
 
 def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """Return the pairs of a record, by seed. Raises ValueError if the record is of another recipe."""
+    """Return a record's pairs of runs by seed. Raises ValueError if the record is of another recipe."""
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
@@ -256,7 +257,7 @@ def on_two_cores(
     os.sched_setaffinity(0, sorted(allowed)[:CORES])  # child processes inherit these cores
     try:
         with tempfile.TemporaryDirectory() as folder:
-            recipe = Path(folder) / "recipe.toml"  # one file for all arms, even if the shipped recipe changes meanwhile
+            recipe = Path(folder) / "recipe.toml"  # a copy, since the shipped recipe may change meanwhile
             recipe.write_text(tomli_w.dumps(table))
             for payload in measure(task, recipe, seeds=seeds, known=known):
                 yield {"recipe": _portable(table), **payload}

@@ -4,11 +4,11 @@
 
 prints an `ArmResult` as one line of JSON. The clock starts with training and pauses during evaluations.
 
-TRL takes one optimizer step per generation, so its ratio to the sampler is 1 and its gradient equals that of the
-recipe's `clipped_ratio` or `logprob`. `loss_type="dr_grpo"` divides by samples x max tokens, `sequences` by samples:
-AdamW ignores the constant, and the gradient clip is divided by it. AdamW, learning-rate schedule, group size, samples
-per step and sampling are the recipe's. `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One
-difference remains: a recipe may replace groups without signal, for which TRL has no setting.
+TRL takes one optimizer step per generation, so its ratio π / μ is 1, and its gradient equals that of the recipe's
+`clipped_ratio` or `logprob`. TRL's `loss_type="dr_grpo"` divides the loss by samples x max tokens, our `sequences` by
+samples: AdamW ignores the constant max tokens, and the gradient clip is divided by it. AdamW, learning-rate schedule,
+group size, samples per step and sampling are the recipe's. `beta` is 0; dropout, gradient checkpointing, logging and
+saving are off. One difference remains: a recipe may replace groups without signal, for which TRL has no setting.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ArmResult:
 
 @final
 class Judge:
-    """The recipe's verifiers, called from a trainer without an event loop."""
+    """Calls the recipe's verifiers, which are asynchronous, from TRL's trainer, which is not."""
 
     def __init__(self, config: RunConfig) -> None:
         self._verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
@@ -97,11 +97,11 @@ class Clock:
     _held: float = 0.0
 
     def start(self) -> None:
-        """Start at zero."""
+        """Start the clock at zero seconds."""
         self._began, self._held = self.now(), 0.0
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
+        """Return the seconds of training so far, without pauses."""
         return self.now() - self._began - self._held
 
     def without(self, work: Callable[[], float]) -> float:
@@ -115,7 +115,7 @@ class Clock:
 @final
 @dataclass(slots=True)
 class HeldOut:
-    """Greedy accuracy on the recipe's held-out problems, in one batch."""
+    """Measures the greedy accuracy on the recipe's held-out problems, in one batch."""
 
     config: RunConfig
     judge: Judge
@@ -123,7 +123,7 @@ class HeldOut:
     problems: list[Problem] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the held-out problems of our own evaluations."""
+        """Create the same held-out problems that our own evaluations use."""
         wanted = self.config.evaluation_sets[0]
         source = held_out_problems(self.config, wanted)[wanted.name]
         self.problems = [source.problem(index) for index in range(wanted.problems)]
@@ -155,7 +155,7 @@ class HeldOut:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the tokens before the first one that ends a sample."""
+    """Return the tokens before the first of the end tokens `ends`."""
     return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
 
 
@@ -209,7 +209,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 
 
 def train(order: ArmOrder) -> ArmResult:
-    """Run TRL's trainer as ordered, and return its curve."""
+    """Run TRL's trainer on the order's recipe, and return its learning curve and step times."""
     import torch
 
     torch.set_num_threads(order.threads)
@@ -293,7 +293,7 @@ def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
 
 
 def quiet() -> None:
-    """Turn off network and messages; call it before TRL and transformers are imported."""
+    """Turn off network access and messages of TRL and transformers; call this before importing them."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -309,7 +309,7 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """Train as ordered; the last line of the output is the result."""
+    """Train the order in the first argument; print the result as the last line of the output."""
     quiet()
     result = train(ArmOrder(**json.loads(sys.argv[1])))
     print(json.dumps(asdict(result)))

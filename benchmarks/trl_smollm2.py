@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M on two cores: the accuracy within half an hour, and the time compared with TRL's.
+"""Train SmolLM2-135M on two cores: measure the accuracy within half an hour, and the time compared with TRL's.
 
 Both arms train `examples/smollm2/json_facts.toml` with three seeds, as `benchmarks/trl.py` describes. Install `pip
 install 'pipelinerl[smollm2]'` first; the example's own script fetches the model.
@@ -24,7 +24,7 @@ SMOLLM2: Final = Task(
     most_time_per_step=0.25,
     goal=0.2,
     probe_steps=1,
-    probe_tries=1,  # a step takes most of a minute
+    probe_tries=1,  # one try, since a step takes most of a minute
 )
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "smollm2.png"
 STEPS: Final = 30
@@ -44,7 +44,7 @@ def gain(arm: Arm) -> float:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
-    """Measure, print and record; given `seeds`, only these run, and the record's other seeds are kept."""
+    """Run the benchmark, print its table and record it; with `seeds`, recorded results of other seeds are kept."""
     fetch_model()
     overrides = [f"run.steps={STEPS}"]
     known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
@@ -57,7 +57,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
 
 
 def plot(record: Path = RESULTS / "trl_smollm2.json", picture: Path = PICTURE) -> None:
-    """Draw held-out accuracy over seconds for both arms, a line per seed."""
+    """Draw held-out accuracy over seconds for pipelinerl and for TRL, a line per seed."""
     import matplotlib as mpl
 
     mpl.use("agg")

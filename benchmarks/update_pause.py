@@ -1,4 +1,4 @@
-"""Measure how long tokens stop while an engine takes new weights, against a memcpy of as many bytes.
+"""Measure how long an engine decodes no tokens while it takes new weights, compared with a memcpy of these weights.
 
 A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
 through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread records the
@@ -6,7 +6,7 @@ end of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
     control   the longest time between two steps in an equally long period without an update
-    step      the median step of that period
+    step      the median time between two steps in that period
     memcpy    one copy of the model's bytes while the engine is idle: the lower bound for an in-place update
 
 `extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
@@ -55,7 +55,7 @@ def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Inter
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Return the times between consecutive steps that overlap [start, end]."""
+    """Return the gaps between the ends of consecutive steps, for all gaps that overlap the period [start, end]."""
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
@@ -71,7 +71,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
         source = _parameters(layout)
         samples: Samples = {name: [] for name in _NAMES}
         spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first round touches every page and is discarded
+        for number in range(-1, rounds):  # the first round, a warm-up, is discarded
             memcpy = _copy_seconds(spare)
             requests = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
@@ -135,7 +135,7 @@ def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     sizes = (DebugSize.MB_3,) if quick else (DebugSize.MB_3, DebugSize.MB_24, DebugSize.MB_310)
     payload: dict[str, Any] = {}
     rows: list[Row] = []

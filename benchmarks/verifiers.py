@@ -59,12 +59,12 @@ _HOSTILE = (
 
 
 def hostile_texts(count: int) -> list[str]:
-    """Return answers that are meant to break, stall or deceive a verifier, the same ones each time."""
+    """Return `count` answers that are meant to break, stall or deceive a verifier; every call returns the same ones."""
     return [_HOSTILE[number % len(_HOSTILE)].format(n=number) for number in range(count)]
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     texts = hostile_texts(100 if quick else 1000)
     alone, with_them = both(texts, groups=30 if quick else 200, parts=1 if quick else 4)
     p95 = with_them.p95_s / alone.p95_s
@@ -127,14 +127,14 @@ class Latencies:
         return float(np.quantile(self.ordinary_s, 0.95))
 
     def with_(self, other: Latencies) -> Latencies:
-        """Return the latencies and outcomes of both."""
+        """Return the latencies and outcomes of `self` and `other` together."""
         return Latencies(
             self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
         )
 
 
 def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
-    """Measure without and with hostile answers in turn, so that other load on the machine affects both alike."""
+    """Measure latencies without and with hostile answers, alternating, so that other load affects both alike."""
     alone, with_them = Latencies(), Latencies()
     for part in range(parts):
         alone = alone.with_(asyncio.run(judged_with([], groups=groups // parts)))
@@ -143,7 +143,7 @@ def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, L
 
 
 async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
-    """Judge at least `groups` ordinary groups, and more while the hostile ones last."""
+    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; return the latencies."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
     ordinary = expressions(_MOST_TURNS * groups * GROUP)  # distinct pairs, since sympy caches comparisons
     latencies: list[float] = []

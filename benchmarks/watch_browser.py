@@ -1,8 +1,8 @@
 """Measure how fast a browser draws the live page of a long run, and the frame rate while zooming.
 
 The run has 10⁵ steps (a tenth with --quick). `pipelinerl watch` serves it as a process, and Debian's chromium opens it
-without a display. Every frame gets a wheel event, alternately in and out. `requestAnimationFrame` takes the times of
-the frames, on the charts over the steps and on the timeline.
+without a display. Every frame gets a wheel event, which zooms in and out in alternation. Times of frames are taken with
+`requestAnimationFrame`, both on the charts over the steps and on the timeline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print and record."""
+    """Run the benchmark, print its table and, unless `quick`, write its record."""
     steps = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory(prefix="pipelinerl-watch-") as folder:
         run_dir = _long_run(Path(folder), steps)

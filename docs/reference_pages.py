@@ -24,7 +24,7 @@ from pipelinerl.config.recipe import RunConfig
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages to the site."""
+    """Add the generated pages to the files of the site; MkDocs calls this hook."""
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
@@ -64,7 +64,7 @@ def _section(model: type[BaseModel], path: str, *, repeats: bool = False) -> Ite
 
 
 def _submodel(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a field holds, directly or as elements of a list."""
+    """Return the class of the recipe section that a field holds, directly or as elements of a list; None if none."""
     pending: list[Any] = [field.annotation]
     while pending:
         kind = pending.pop()
@@ -75,7 +75,7 @@ def _submodel(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text below each field, for the model and the classes that it extends."""
+    """Return the docstring below each field, by field name, for the model and the classes that it extends."""
     texts: dict[str, str] = {}
     for each in reversed(model.__mro__):
         if not issubclass(each, BaseModel) or each is BaseModel:

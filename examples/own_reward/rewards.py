@@ -1,4 +1,4 @@
 def letters(completion, answer):
-    """The share of letters that are right and in their place."""
+    """Return the share of the answer's letters that the completion has in the right place."""
     right = sum(a == b for a, b in zip(completion, answer))
     return right / max(len(completion), len(answer))

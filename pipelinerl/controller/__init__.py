@@ -1,1 +1,1 @@
-"""The only process that makes decisions: issues prompts, accounts for each, paces by staleness, directs other roles."""
+"""The only process of a run that decides: it issues and accounts for prompts, bounds staleness, gives directives."""

@@ -1,6 +1,6 @@
 """Clients of the controller's HTTP API: `ControllerClient` (blocking) and `AsyncControllerClient` (for an event loop).
 
-Commands and the launcher use the first, engines and actors the second.
+Commands and the launcher use the blocking client, engines and actors the asynchronous one.
 
     with ControllerClient(url, token) as controller:
         controller.change_knobs({"k": 4})
@@ -27,10 +27,10 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 
-#: Timeout of commands; roles use a shorter timeout, since they retry.
+#: Timeout in seconds for requests of commands. Engines and actors use a shorter timeout, since they retry.
 TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
-#: Hint for users in the error message. A role gets no hint, because it waits until the controller is back.
+#: Hint in the error messages of commands. Engines and actors get no hint, since they wait for the controller.
 _HINT: Final = "; has the run ended?"
 
 
@@ -70,7 +70,7 @@ class ControllerClient:
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
         """Change all knobs in `changes` at the next step boundary, or none of them if one is invalid."""
         try:
-            # `json` escapes lone surrogates, so the controller can reject them.
+            # Encode with `json`, which escapes lone surrogates, so that the controller can reject them.
             body = json.dumps(changes, allow_nan=False)
         except ValueError:
             raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
@@ -78,11 +78,11 @@ class ControllerClient:
         return self._call("PATCH", routes.KNOBS, KnobsAnswer, content=body, headers=headers)
 
     def stop(self) -> None:
-        """End the run at its next step boundary."""
+        """Request that the run ends at its next step boundary."""
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """Save the run's state and end the run after the current step; it can be resumed later."""
+        """Request that the run ends after the current step with its state saved, so that it can be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:
@@ -105,13 +105,14 @@ class ControllerClient:
         self._call("POST", routes.ENGINES_DRAIN, Done, json={"engine": engine, "grace_s": grace_s})
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine (URL or name) at once."""
+        """Remove an engine (URL or name) immediately, without waiting for its current work."""
         self._call("DELETE", routes.ENGINES, Done, params={"engine": engine})
 
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: a host label is too long
+        # UnicodeError: a label of the host name is too long
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
@@ -146,7 +147,7 @@ class AsyncControllerClient:
         await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
 
     async def withdraw_verifier(self, url: str) -> None:
-        """Stop new work from being sent to a verifier service."""
+        """Ask the controller to send no more new work to the verifier service at `url`."""
         await self._call("DELETE", routes.VERIFIERS, Done, params={"url": url})
 
     async def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
@@ -158,7 +159,7 @@ class AsyncControllerClient:
 
 
 def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
-    reason = str(error) or type(error).__name__  # a connection timeout has no message
+    reason = str(error) or type(error).__name__  # for example, a connection timeout has no message
     return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
 
 
@@ -167,7 +168,8 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap the last two
+    # msgspec raises the last two unwrapped
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

@@ -13,16 +13,16 @@
                               replaced is leaving already
     POST   /engines/drain     `EngineDrain` → `Done`: remove an engine once its current work is finished
     DELETE /engines?engine=…  → `Done`: remove an engine; only a new incarnation, or an offer without incarnation,
-                              brings it back
+                              readmits it
     POST   /verifiers         `VerifierOffer` → `Done`: add a verifier service for `LEASE_S`; a repeated offer extends
                               that time
     DELETE /verifiers?url=…   → `Done`: send a verifier service no new work
     POST   /stop              → `Done`: end the run at the next step boundary
     POST   /suspend           → `Done`: end the run after the current step with its state saved
 
-Engines are identified by URL or name. If the launcher has started a removed engine, it ends the engine's process. The
-header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`. Only the controller validates
-requests, so there is one message for each mistake.
+Engines are identified by URL or name. If a removed engine was started by the launcher, the launcher ends its process.
+The header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`. Only the controller
+validates requests, so every client shows the same message for a mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: HTTP header that names the caller, and its value in requests of the launcher.
+#: HTTP header in which a client states its name, and the launcher's name.
 WHO: Final = "x-who"
 LAUNCHER: Final = "the launcher"
 
@@ -56,7 +56,7 @@ LAUNCHER: Final = "the launcher"
 GRACE_S: Final = 60.0
 
 
-#: A base URL as users write it, with or without a trailing slash: no path, no query, no credentials.
+#: Type of a base URL as users write it: a trailing slash is allowed, but no path, query or credentials.
 _OfferedUrl = Annotated[
     str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(can_be_looked_up)
 ]
@@ -85,7 +85,7 @@ def _is_unicode(text: str) -> bool:
 
 #: New values by knob name, as a request body.
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-#: Recipes do not limit the length of names, but every actor receives the domains of all verifier services.
+#: Type of a domain's name. Its length is limited because every actor receives the domains of all verifier services.
 _DomainName = Annotated[str, Field(max_length=256)]
 #: Seconds after its last offer for which a verifier service gets new work.
 LEASE_S: Final = 15.0
@@ -133,7 +133,7 @@ class EngineDrain(BaseModel):
 
 
 class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for actors: engines, concurrency, and the staleness bound."""
+    """Response to an actor: the engines to use, its concurrency, and the staleness bound."""
 
     serving: tuple[str, ...]
     """Base URLs of the engines that may be given work."""
@@ -152,7 +152,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The knobs of a live run."""
+    """Response with the knobs of a live run: their current values, and the log of their changes."""
 
     knobs: dict[str, Any]
     log: list[KnobChange] = []
@@ -179,7 +179,7 @@ class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Response that only names the new state: `joining`, `draining`, `removed` or `stopping`."""
+    """Response of a request that returns nothing but the new state: `joining`, `draining`, `removed` or `stopping`."""
 
     state: str
 

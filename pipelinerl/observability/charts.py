@@ -1,8 +1,8 @@
-"""Line charts as inline SVG, by pure functions from numbers to markup; and a run's curves as PNGs, by matplotlib.
+"""Line charts: as inline SVG, by pure functions that turn numbers into markup, and as PNGs, by matplotlib.
 
 Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so one picture serves light and dark pages. A chart
-scales to the width of its column, text included. Matplotlib's SVG has fixed colours, no tooltips and twice the size,
-and takes 1.6 s to import; it only draws PNGs.
+scales, with its text, to the width of its column. Matplotlib is only used for PNGs: its SVG would have fixed colours,
+no tooltips and twice the size, and its import takes 1.6 s.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from pipelinerl.observability.run_history import RunHistory, Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: Longer curves are thinned to the extremes of each stretch, since more points are not visible.
+#: Curves with more points are thinned to the minimum and maximum of each stretch, since more would not be visible.
 _MOST_POINTS = 600
 
 
 class Mark(StrEnum):
-    """The drawing style of a series."""
+    """The style in which a series is drawn, such as a line or points."""
 
     LINE = "line"
     FAINT = "faint"
@@ -34,7 +34,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series in a chart; `colour` numbers a CSS variable, `low` and `high` [n] bound an interval around it."""
+    """One series in a chart. `colour` n is the CSS variable `--sn`; `low` and `high` [n] bound its interval."""
 
     series: Series
     label: str = ""
@@ -161,7 +161,7 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
 
 
 def _thinned(series: Series) -> list[tuple[float, float]]:
-    """Keep the minimum and maximum of each stretch, so that spikes stay visible in long runs."""
+    """Thin a long series to the minimum and maximum of each stretch, so that spikes stay visible."""
     points = list(zip(series.x, series.y, strict=True))
     if len(points) <= _MOST_POINTS:
         return points
@@ -177,7 +177,7 @@ _BLUE, _ORANGE, _GREEN, _INK, _GRID = "#2a78d6", "#e0662f", "#2e9e6b", "#3d4450"
 
 
 def draw(history: RunHistory, path: Path) -> Path:
-    """Draw reward, held-out accuracy, staleness, tokens/s and the update pause into `path`."""
+    """Draw reward, held-out accuracy, staleness, tokens/s and the update pause, and save the picture to `path`."""
 
     def fill(figure: Any) -> None:
         grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
@@ -196,7 +196,7 @@ def draw(history: RunHistory, path: Path) -> Path:
 
 
 def draw_mismatch(history: RunHistory, path: Path) -> Path:
-    """Draw the trainer-sampler mismatch by cause, as recorded in step events, into `path`."""
+    """Draw the trainer-sampler mismatch by cause, as recorded in step events, and save the picture to `path`."""
     colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE}
     panels = (
         ("p95", "P95 |Δ log-prob|, nats"),

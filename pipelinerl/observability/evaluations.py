@@ -12,7 +12,7 @@ from pipelinerl.observability.charts import Line, Mark
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: Number of line colours that the page defines.
+#: Number of line colours that the page defines; further lines in a chart use them again.
 _COLOURS: Final = 3
 
 HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "tokens", "weights", "note")
@@ -20,7 +20,7 @@ GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "toke
 
 
 def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a row per evaluation of one set, under `HEAD`."""
+    """Return the table rows for the headings `HEAD`: one row for each evaluation of one set."""
     return [
         (
             f"{event['model_version']}",
@@ -37,7 +37,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a row per domain and tag, under `GROUPS_HEAD`, from the set's last evaluation that has them."""
+    """Return a row per domain and tag for the headings `GROUPS_HEAD`, from the last evaluation that reports them."""
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []
@@ -57,7 +57,7 @@ def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
-    """Return a line per evaluation set: accuracy over the step, with intervals. Empty if there is only one set."""
+    """Return a chart line per evaluation set: accuracy by step, with intervals. Empty if there is only one set."""
     if len(history.evaluation_sets) < 2:
         return ()
     lines = []
@@ -78,7 +78,7 @@ def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
 
 
 def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
-    """Return a line per k: pass@k of one set over the step, with intervals."""
+    """Return a chart line for each k: pass@k of one set by step, with intervals."""
     points: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
     for event in evaluations:
         for each in _pass_at(event):
@@ -97,12 +97,12 @@ def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
 
 
 def pass_at_words(event: Event) -> str:
-    """Format pass@k as `pass@1 61.2%, pass@8 90.1%`; empty if unknown."""
+    """Format the pass@k of an `evaluation` event as `pass@1 61.2%, pass@8 90.1%`; empty if unknown."""
     return ", ".join(f"pass@{each['k']} {each['value']:.1%}" for each in _pass_at(event))
 
 
 def lengths(figures: Mapping[str, Any]) -> str:
-    """Format lengths as `212, P95 512`; empty if unknown."""
+    """Format the mean and the P95 of answer lengths in tokens as `212, P95 512`; empty if unknown."""
     mean, p95 = figures.get("length_mean"), figures.get("length_p95")
     return "" if mean is None or p95 is None else f"{mean:.0f}, P95 {p95:.0f}"
 
@@ -118,7 +118,7 @@ def weights(event: Event) -> str:
 
 
 def note(event: Event) -> str:
-    """Return caveats for a reader: discarded answers, steps taken during the evaluation, an early end."""
+    """Return caveats of an evaluation, for readers: discarded answers, steps taken meanwhile, an early end."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
     parts = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):
@@ -145,7 +145,7 @@ def _chances(figures: Mapping[str, Any]) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Format an interval as `61.2% to 70.1%`; empty if unknown."""
+    """Format a confidence interval as `61.2% to 70.1%`; empty if unknown."""
     return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
 
 

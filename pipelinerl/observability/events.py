@@ -6,11 +6,11 @@ Guarantees:
 
 - Each record is written with one `write`, so readers never see two records mixed.
 - A writer killed in the middle of a line leaves a torn tail. Readers ignore it, and the next writer cuts it off.
-- Written records never change. Only one process writes a log.
+- Written records never change. Only one process writes to a log.
 - While the disk is full, records are kept in memory and written in order once there is space. The writer does not
-  block. The file stays valid except for a torn tail, which is completed first.
+  block. If the disk filled up in the middle of a record, the rest of this record is written first.
 
-`Sync` decides what a power failure may lose.
+The mode `Sync` decides which records a power failure may lose.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -57,7 +57,7 @@ def kind_of(event: Event) -> str:
 
 
 class Sync(StrEnum):
-    """The time at which a record is forced to disk. A killed process loses nothing in either mode."""
+    """When a record is forced to disk (fsync). In both modes, records survive if only the process is killed."""
 
     EACH = "each"
     """Before `write` returns."""
@@ -77,7 +77,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 300.0,
     ) -> None:
-        """Open the log for writing; the disk may be full for `timeout_s`, by default as long as the trainer waits."""
+        """Open the log for writing. On a full disk, wait up to `timeout_s`, by default as long as the trainer does."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
@@ -92,7 +92,7 @@ class EventLog:
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; non-finite numbers become null. Raises OSError, also after a full disk for `timeout_s`."""
+        """Append one record; non-finite numbers become null. Raises OSError, for a full disk only after `timeout_s`."""
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
         self._put()
@@ -101,7 +101,7 @@ class EventLog:
             os.fsync(self._file)
 
     def count_recent(self, **fields: Any) -> int:
-        """Count the records in the last 64 KiB that have these values, so that a writer can detect repetition."""
+        """Count the records in the last 64 KiB that have the given field values, so a writer can detect repetition."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)
         start = max(0, end - _RECENT_BYTES)
         written = os.pread(self._file, end - start, start)
@@ -109,7 +109,7 @@ class EventLog:
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force everything to disk and close, idempotently. Raises OSError, also after a full disk for `timeout_s`."""
+        """Force all records to disk and close; idempotent. Raises OSError, for a full disk only after `timeout_s`."""
         if self._file >= 0:
             file = self._file
             try:
@@ -126,7 +126,7 @@ class EventLog:
                 time.sleep(_PAUSE_S)
 
     def _put(self) -> None:
-        """Write as many pending bytes as fit, in order; the rest of a torn line comes first."""
+        """Write as many pending bytes as fit on the disk, in order, beginning with the rest of an incomplete line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
@@ -154,7 +154,7 @@ class EventLog:
 def read_events(path: Path) -> list[Event]:
     """Return every complete record in order, even while the log is being written; a torn tail is ignored.
 
-    Raises FileNotFoundError without a log, ValueError (naming the line) if a line before the tail is not a record.
+    Raises FileNotFoundError if there is no log, ValueError (naming the line) if a line before the tail is not a record.
     """
     events: list[Event] = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -167,7 +167,7 @@ class EventFollower:
     """Incremental reader of a growing log. Each call continues at the last position and reads a bounded amount."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        """Start at byte `offset`: 0, or the `offset` attribute of an earlier follower."""
+        """Start reading at byte `offset`: 0, or the attribute `offset` of an earlier follower."""
         self._path = path
         self.offset = offset
 
@@ -188,7 +188,7 @@ class EventFollower:
         return events
 
     def all(self) -> Iterator[Event]:
-        """Yield every record up to the end of the log, holding one piece at a time. Raises like `new`."""
+        """Yield every record up to the end of the log, with one piece in memory at a time. Raises like `new`."""
         while events := self.new():
             yield from events
 

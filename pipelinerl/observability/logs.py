@@ -1,10 +1,11 @@
-"""Process logs, one JSON object per line; and removal of secrets from text that others may read.
+"""Process logs with one JSON object per line, and removal of secrets from text that leaves a process.
 
     {"time": 1760000000.123, "level": "info", "run": "tiny", "role": "engine-0", "step": 12, "model_version": 12,
      "message": "weights committed"}
 
-Every line of the process, including those of third-party libraries, carries the same fields and has passwords in
-addresses removed. `ProcessLog.at` updates `step` and `model_version`; `extra={"facts": {...}}` adds fields to one line.
+Every line of the process, including lines of third-party libraries, has these fields; passwords in addresses are
+removed. `ProcessLog.at` updates `step` and `model_version`. The logging argument `extra={"facts": {...}}` adds fields
+to one line.
 
 All text that leaves a process passes through `without_secrets`: log lines, reports, copies of recipes and events,
 messages with addresses, and texts of a user's reward function. The run's token is never put into any text.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, TextIO, final
 
-#: Libraries whose `info` messages are irrelevant to the run.
+#: Loggers of libraries whose messages are only logged from `warning` on, since their `info` is irrelevant to a run.
 _TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "matplotlib", "asyncio", "filelock", "urllib3")
 
 
@@ -56,7 +57,7 @@ class ProcessLog:
 
 
 def configure(*, run: str, role: str, stream: TextIO | None = None, level: int = logging.INFO) -> ProcessLog:
-    """Make all loggers of this process write JSON lines to `stream` (default stderr) only; replaces earlier calls."""
+    """Make all loggers of this process write JSON lines to `stream` (default stderr), and nowhere else."""
     log = ProcessLog(run, role)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_formatter(log))
@@ -77,11 +78,11 @@ def _formatter(log: ProcessLog) -> logging.Formatter:
     return formatter
 
 
-#: User and password before the host of an address, and in its query, where redis-py also accepts them.
+#: Patterns for the user and password in an address: before the host, and in the query, where redis-py accepts them.
 _USER_INFO: Final = re.compile(r"""(?<=://)[^/?#\s"']*@""")
 _USER_QUERY: Final = re.compile(r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
-#: Text that looks like a key of a well-known service (OpenAI and similar, Hugging Face, GitHub, AWS, Slack), or that
-#: follows `Bearer` in a header.
+#: Pattern for keys of well-known services (OpenAI and similar, Hugging Face, GitHub, AWS, Slack), and for text after
+#: `Bearer` in a header.
 _KEY: Final = re.compile(
     r"\b(?:[sr]k-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,})"
     r"|(?<=[Bb]earer )[\w.~+/=-]{16,}"
@@ -89,12 +90,12 @@ _KEY: Final = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without users and passwords in addresses and without anything that looks like a key."""
+    """Return `text` with users and passwords in addresses, and everything that looks like a key, removed."""
     return _KEY.sub("[key]", _USER_QUERY.sub("", _USER_INFO.sub("", text)))
 
 
 def table_without_secrets(value: Any) -> Any:
-    """Return `value` with every text in it redacted, including those in nested lists and tables."""
+    """Return `value` with secrets removed from every text in it, including texts in nested lists and tables."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The live display of a run: a progress bar with figures on a terminal, a plain line every few seconds elsewhere.
+"""The live display of a run: a progress bar and metrics on a terminal, or a plain line every few seconds elsewhere.
 
     with ProgressDisplay() as progress:
         progress.show(status)          # call whenever a status arrives; 1 to 4 times a second looks live
@@ -34,16 +34,16 @@ from pipelinerl.observability.status import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Minimum width of a terminal that shows the reward curve.
+#: Minimum width of a terminal, in characters, to show the reward curve.
 _CURVE_COLUMNS = 24
-#: Minimum width of a terminal that shows figures by domain.
+#: Minimum width of a terminal, in characters, to show metrics by domain.
 _DOMAIN_COLUMNS = 60
-#: Maximum numbers of domains, and of figures by domain, on a terminal; `pipelinerl status` shows all.
+#: Maximum number of domains, and of metrics per domain, on a terminal; `pipelinerl status` shows all.
 _MOST_DOMAINS = 8
 _DOMAIN_FIGURES = 5
 #: Maximum number of domains whose accuracy is shown; `status --json` and the report show all.
 _DOMAINS_SHOWN = 4
-#: Smallest share of truncated answers that is shown with the accuracy.
+#: The share of truncated answers is shown with the accuracy if it is at least this.
 _SHOWN_FROM = 0.01
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
@@ -96,7 +96,7 @@ class ProgressDisplay:
 
 
 def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> RenderableType:
-    """Return the block for a terminal of `width` columns: bar, figures, rewards, engines and what the run waits for."""
+    """Return the display for a terminal of `width` columns: bar, metrics, rewards, engines, cause of waiting."""
     parts: list[RenderableType] = [
         _head(status),
         _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),

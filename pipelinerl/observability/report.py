@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file, the learning curve as a PNG, and a summary for the terminal.
 
-All are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads no
-external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
+These are made from `events.jsonl` and `recipe.toml` in the run's directory, even while the run is live. The page loads
+no external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PAGE = Path(__file__).with_name("report_page.html")
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """Paths of the written files."""
+    """Paths of the files of a written report."""
 
     html: Path
     picture: Path
@@ -52,7 +52,7 @@ class ReportFiles:
 def write_report(run_dir: Path) -> ReportFiles:
     """Write `report.html` and `learning_curve.png` into the run's directory.
 
-    Raises FileNotFoundError without events, ValueError for a damaged log, OSError if the disk is full.
+    Raises FileNotFoundError if there is no event log, ValueError if it is damaged, OSError if the disk is full.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
@@ -206,7 +206,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) of KL from π_old and of clipping at each optimizer step; empty if a step has only one."""
+    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; nothing if a step has only one."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (
@@ -218,7 +218,7 @@ def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
-    """Return a series over optimizer steps; the n-th of N in step v lies at x = v − 1 + n/N."""
+    """Return the metric `name` as a series over optimizer steps; the n-th of N in step v lies at x = v − 1 + n/N."""
     points = [
         (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
         for event in history.steps
@@ -307,7 +307,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the summary as pairs (name, value), without values that were not measured."""
+    """Return the run's summary as pairs (name, value), without values that were not measured."""
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -360,10 +360,10 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-#: Number of colours that the page defines; further domains appear only in the table.
+#: Number of line colours that the page defines; charts show this many domains, the table shows all.
 _COLOURS: Final = 3
 _CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
-#: Number of last steps that the table covers.
+#: Number of last steps over which the table by domain averages.
 _STEPS: Final = 10
 
 DOMAIN_HEAD: Final = (
@@ -394,7 +394,7 @@ EPISODE_HEAD: Final = (
 
 
 def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """Return a row under `EPISODE_HEAD` per domain of episodes: means per episode, and sums of calls."""
+    """Return a row for each domain with episodes, for the headings `EPISODE_HEAD`: means per episode, sums of calls."""
     rows = []
     steps = history.steps[-_STEPS:]
     for name in sorted({name for step in steps for name in _by(step, "by_domain")}):
@@ -409,7 +409,7 @@ def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 
 def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """Return a row per domain, then per tag, under `DOMAIN_HEAD`: means over the last steps, weighted by rollouts."""
+    """Return rows by domain, then by tag, for the headings `DOMAIN_HEAD`: means over the last steps, by rollouts."""
     steps = history.steps[-_STEPS:]
     rows = []
     for field in ("by_domain", "by_tag"):
@@ -419,7 +419,7 @@ def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 
 def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) of the main figures, with a line for each of the first `_COLOURS` domains."""
+    """Return (title, chart) for the main metrics, with a line for each of the first `_COLOURS` domains."""
 
     def lines(figure: str) -> tuple[Line, ...]:
         names = sorted({name for step in history.steps for name in _by(step, "by_domain")})[:_COLOURS]
@@ -464,7 +464,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def mean_of(figures: Sequence[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
-    """Return the mean of a figure, weighted by `weight`; None if no step has the figure."""
+    """Return the mean of the metric `name`, weighted by the field `weight`; None if it is missing everywhere."""
     pairs = [(float(each[name]), float(each.get(weight) or 0.0)) for each in figures if each.get(name) is not None]
     total = sum(of for _, of in pairs)
     return sum(value * of for value, of in pairs) / total if total else None

@@ -1,6 +1,6 @@
-"""`RunHistory`: a run's events, sorted for the report, the picture and the summary.
+"""`RunHistory`: a run's events by kind, as used by the report, the picture and the summary.
 
-A resumed run may take a step twice; the later event counts. Everything is in order of steps.
+A resumed run may take a step twice; then the later event counts. Events of a kind are in the order of steps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pipelinerl.observability.events import Event
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
 _ENDS: Final = ("run_finished", "run_suspended", "run_failed")
-#: Name of an evaluation set that has no name of its own.
+#: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one measure; both [n]."""
+    """Points (x, y) of one metric; `x` and `y` are both [n]."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -29,7 +29,7 @@ class Series:
         return bool(self.x)
 
     def smoothed(self) -> Series:
-        """Return the moving average over a window of a fortieth of the series to each side."""
+        """Return the moving average; its window extends by a fortieth of the series' length to each side."""
         reach = len(self.y) // 40
         total = [0.0]
         for value in self.y:
@@ -78,7 +78,7 @@ class RunHistory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that were sampled for the steps."""
+        """Number of sampled tokens in all trained steps."""
         return int(sum(self.series(self.steps, "sampled_tokens").y))
 
     @property
@@ -94,7 +94,7 @@ class RunHistory:
 
     @property
     def other_accuracies(self) -> list[tuple[str, float, float]]:
-        """(name, first accuracy, last accuracy) of each evaluation set but the first."""
+        """Tuples (name, first accuracy, last accuracy) of each evaluation set except the recipe's first set."""
         others = list(self.evaluation_sets.items())[1:]
         known = [(name, self.series(events, "accuracy", x="model_version").y) for name, events in others]
         return [(name, values[0], values[-1]) for name, values in known if values]
@@ -110,16 +110,16 @@ class RunHistory:
         return self._mean_reward(slice(-max(1, len(self.steps) // 10), None))
 
     def median(self, events: Sequence[Event], field: str) -> float | None:
-        """Return the median of a field; None if no event has it."""
+        """Return the median of a field over the events; None if no event has the field."""
         values = self.series(events, field).y
         return median(values) if values else None
 
     def max_of(self, events: Sequence[Event], field: str) -> float | None:
-        """Return the maximum of a field; None if no event has it."""
+        """Return the maximum of a field over the events; None if no event has the field."""
         return max(self.series(events, field).y, default=None)
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
-        """Return two fields as a series, from the events in which both are numbers."""
+        """Return the fields `x` and `y` as a series, from the events in which both are numbers."""
         pairs = [(_number(event, x), _number(event, y)) for event in events]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
@@ -145,7 +145,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
     by_kind: dict[str, list[Event]] = {}
     for event in events:
         by_kind.setdefault(str(event["kind"]), []).append(event)
-    # Resuming writes another `run_started`; ends before it do not count.
+    # A resumed run writes another `run_started`; events before it that ended the run do not count.
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
     ends = [event for event in events[last_start + 1 :] if event["kind"] in _ENDS]
     incidents = [
@@ -167,7 +167,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
     """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set."""
-    # If two sets share a place because the recipe was edited, the more recently evaluated set comes first.
+    # If two sets have the same place because the recipe was edited, the one that was evaluated last comes first.
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):
         order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)

@@ -1,8 +1,8 @@
 """`RunStatus`: the current state of a run, as returned by the controller's `GET /status`.
 
 It is sent as JSON. Unknown fields are ignored and missing ones take their default, so `pipelinerl status` can read runs
-of other versions. `prometheus_text` writes figures for `/metrics`; the launcher writes deaths of processes to
-`restarts.json`.
+of other versions. `prometheus_text` formats metrics for `/metrics`. The launcher writes deaths of processes to
+`restarts.json`, from which the controller reads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StatusPhase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine; `state` is its state in the fleet: `healthy` if it gets work, `pinned` if only an evaluation's."""
+    """One engine. `state` is its state in the fleet, or `pinned` if it only gets work of an evaluation."""
 
     url: str
     state: str
@@ -77,7 +77,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A launched process that has died; more than `limit` deaths that are still `unforgiven` end the run."""
+    """A launched process that has died. Deaths are forgiven over time; more than `limit` unforgiven ones are fatal."""
 
     name: str
     deaths: int
@@ -113,7 +113,8 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation in progress: its version, its engine if it has one to itself, and its progress.
 
-    `pin` ensures a single version (`engine`, `gate`, or `none` if nothing does); `discarded` answers are of others.
+    `pin` is the mode that ensures a single version (`engine`, `gate`, or `none`); `discarded` counts answers that had
+    tokens of another version.
     """
 
     model_version: int
@@ -127,7 +128,7 @@ class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of prompt orders. At every step, `issued` is the sum of the others."""
+    """Counts of prompt orders by outcome; after every step, `issued` is the sum of all other counts."""
 
     issued: int = 0
     trained: int = 0
@@ -188,7 +189,7 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the last step over its rollouts; None or 0 before the first step."""
+    """Metrics of the last step, over its rollouts; None or 0 before the first step."""
 
     reward: float | None = None
     rollouts_per_s: float = 0.0
@@ -256,7 +257,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> RunStatus:
-        """Decode the output of `to_json`. Raises ValueError, which names the field, for anything else."""
+        """Decode the output of `to_json`. Raises ValueError, which names the wrong field, for other data."""
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
@@ -273,7 +274,7 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-#: The media type of the text.
+#: The media type of Prometheus' text format.
 PROMETHEUS_TYPE: Final = "text/plain; version=0.0.4"
 
 #: `Labels` are (name, value) pairs; `Samples` maps each set of labels of one metric to its value.
@@ -282,7 +283,7 @@ Samples = Mapping[Labels, float]
 
 
 def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
-    """Return numbers without labels in Prometheus' text exposition format, version 0.0.4."""
+    """Format values without labels in Prometheus' text exposition format, version 0.0.4."""
     return labelled_text({name: {(): value} for name, value in values.items()}, prefix=prefix)
 
 
@@ -315,14 +316,14 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
-    """Write the processes that have died, atomically. Raises OSError."""
+    """Write the processes that have died to the run's `restarts.json`, atomically. Raises OSError."""
     draft = run_dir / f"{_FILE}.new"
     draft.write_bytes(msgspec.json.encode(_Written(time.time(), processes)))
     draft.replace(run_dir / _FILE)
 
 
 def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
-    """Return the processes that have died, with deaths forgiven up to now; empty without a readable file."""
+    """Read the processes that have died; deaths forgiven by now are subtracted. Empty if there is no readable file."""
     try:
         written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
     except (OSError, msgspec.MsgspecError):

@@ -1,1 +1,1 @@
-"""Transfer of the trainer's weights to the engines, all or nothing: broadcast to them, or pulled from a server."""
+"""Transfer of the trainer's weights to the engines: by broadcast, or through parameter servers; all or nothing."""

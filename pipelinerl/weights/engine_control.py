@@ -1,6 +1,6 @@
-"""Control of engines by publishers: the contract's two control routes per engine, or one announcement for many engines.
+"""How publishers control engines: by two routes of the contract per engine, or one announcement to many engines.
 
-`Preparation` sends each engine the layout only once.
+`Preparation` sends the layout to each engine only once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.errors import PipelineError
 
 
 class EngineControl(Protocol):
-    """The contract's two control routes, addressed by the engine's base URL.
+    """Calls the two control routes of the inference contract on an engine, given its base URL.
 
     Methods raise the `ContractError` with which the engine answered, or a `PipelineError` if it could not be reached.
     """
@@ -36,9 +36,9 @@ class EngineControl(Protocol):
 
 
 class Announcer(Protocol):
-    """Announces a version to many engines at once, without a request to each of them.
+    """Announces a version to many engines together, without a request to each of them.
 
-    The result of `tell` names the engines that answered; the publisher sends requests to the others.
+    The result of `tell` names the engines that answered; the publisher sends requests to all other engines.
     """
 
     async def tell(
@@ -47,7 +47,8 @@ class Announcer(Protocol):
         """Announce the version of `prepare`, and wait for the engines that follow announcements.
 
         Args:
-            prepare: for the transport `pull`, with only the layout's id; each engine starts with a different source.
+            prepare: a PREPARE for the transport `pull`, with only the layout's id; each engine starts with a different
+                source.
             engines: base URLs of the engines that are to serve the version.
             left_out: base URLs of engines that follow announcements but are not to serve it.
             deadline: in monotonic seconds.
@@ -60,7 +61,7 @@ class Announcer(Protocol):
 
 @final
 class Preparation:
-    """Sends PREPARE, with only the layout's id to engines that already know the layout."""
+    """Sends PREPARE; to engines that already know the layout, only the layout's id is sent."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -85,7 +86,7 @@ T = TypeVar("T")
 
 _MOMENT_S: Final = 0.03
 
-#: The ways in which a call to an engine can fail: the engine reports an error, or it cannot be reached.
+#: Failure of a call to an engine: the engine reports an error, or it cannot be reached.
 Failure = ContractError | PipelineError
 
 
@@ -97,7 +98,7 @@ async def _guarded(call: Awaitable[T]) -> T | Failure:
 
 
 def lasting(failures: Mapping[str, object]) -> set[str]:
-    """Return the engines whose failure is permanent by their own report, so that a retry cannot help."""
+    """Return the engines that reported their failure as permanent, so that a retry cannot help."""
     return {
         url
         for url, error in failures.items()
@@ -106,7 +107,7 @@ def lasting(failures: Mapping[str, object]) -> set[str]:
 
 
 async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:
-    """Call every engine concurrently; return errors as results."""
+    """Call all engines concurrently; return results by URL, with an exception as the result of a failed call."""
     listed = list(urls)
     answers = await asyncio.gather(*(_guarded(call(url)) for url in listed))
     return dict(zip(listed, answers, strict=True))
@@ -115,9 +116,9 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result."""
-    # For calls that wait for one another: an error of a kind in `victim` only says that another engine did not come, so
-    # keep waiting, in order to name that engine.
+    """Call all engines like `each`, but cancel unfinished calls after a failure and leave them out of the result."""
+    # In calls that wait for one another, an error of a type in `victim` only says that another engine is missing.
+    # Continue after such an error, in order to find and name the missing engine.
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
     waiting = set(tasks.values())
     try:
@@ -125,7 +126,8 @@ async def each_until_failure(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failures = [task.result() for task in done if isinstance(task.result(), Exception)]
             if not all(isinstance(failure, victim) for failure in failures):
-                # Wait a moment for other failures, so that all unreachable engines are named.
+                # Other calls may fail at nearly the same time: wait a moment, so that all unreachable engines are
+                # named.
                 await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
                 break
     finally:

@@ -1,4 +1,4 @@
-"""The bytes of an update: offsets of its parameters, names of its buckets, and its digest."""
+"""The bytes of a weight update: offsets of its parameters, names of its buckets, and its digest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import xxhash
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
-#: Dtypes that engines convert into one another.
+#: Floating-point dtypes: an engine that keeps one of these accepts the others and converts them.
 _FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def converted_by(layout: WeightLayout) -> tuple[DType, ...]:
-    """Return the dtypes that an engine that keeps its weights as `layout` also accepts; see `torch_conversion`."""
+    """Return the dtypes that an engine with weights in `layout` accepts and converts; see `torch_transfer.convert`."""
     return _FLOATS if all(parameter.dtype in _FLOATS for parameter in layout.parameters) else ()
 
 
@@ -32,20 +32,21 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
     return f"bucket {bucket + 1} of {len(bounds)} ({span})"
 
 
-#: A chunk takes 70 µs at about 15 GB/s. Updates of large chunks release the GIL; small ones end before it matters.
+#: Bytes hashed per call, which takes 70 µs at about 15 GB/s. Hashing a large chunk releases the GIL; a small one is
+#: quick.
 _CHUNK_BYTES: Final = 2**20
 
 
 @final
 class WeightDigest:
-    """Incremental digest: any split of the same bytes gives the same result."""
+    """Incremental digest of weights: the result is the same however the bytes are split among calls of `update`."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
 
     def update(self, data: Any) -> None:
         """Append bytes: a flat uint8 numpy array, a memoryview or a flat uint8 torch tensor on any device."""
-        host = data.cpu().numpy() if hasattr(data, "cpu") else data  # only tensors have `cpu`
+        host = data.cpu().numpy() if hasattr(data, "cpu") else data  # tensors have `cpu`; arrays and memoryviews do not
         for start in range(0, len(host), _CHUNK_BYTES):
             self._state.update(host[start : start + _CHUNK_BYTES])
 

@@ -1,4 +1,4 @@
-"""`Publisher`: sends the trainer's weights to the engines, by broadcast or through a parameter server.
+"""`Publisher`: interface for sending the trainer's weights to engines, by broadcast or through parameter servers.
 
 A publication is all or nothing per engine, and its report states the outcome for each engine.
 """
@@ -14,12 +14,13 @@ from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLay
 from pipelinerl.errors import ReachedNoEngine, UpdateError
 from trainer_contract.types import ParameterInfo
 
-#: Full parameters in layout order. Called once per attempt, since an attempt consumes the iterator.
+#: Returns an iterator over (name, full parameter) in layout order. Each attempt calls it, since it consumes the
+#: iterator.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
-    """Return the layout of an update that carries `infos` in order. Raises UpdateError for an unsupported dtype."""
+    """Return the layout of an update with parameters `infos` in order. Raises UpdateError for an unsupported dtype."""
     parameters = []
     for info in infos:
         if info.dtype not in set(DType):
@@ -47,7 +48,7 @@ class Publication:
 class PublishReport:
     """Outcome per engine (base URL): `pauses_s` of those that now serve the version, `failed` with the reason.
 
-    A retry cannot help those in `permanent`; those in `blameless` failed because of others.
+    Of the failed engines, a retry cannot help those in `permanent`; those in `blameless` failed because of others.
     """
 
     version: int
@@ -62,7 +63,7 @@ class PublishReport:
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """Return the report of a publication that reached no engine."""
+        """Return the report of a publication that failed with `error` for all engines."""
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         return cls(
             version=publication.version,
@@ -80,12 +81,12 @@ class PublishReport:
 @final
 @dataclass(slots=True)
 class PublicationProgress:
-    """State of a running publication: the engines still to be served, and the outcome of the others.
+    """State of a running publication: the engines that remain to be served, and the outcome for all other engines.
 
     Attributes:
         deadline: on the clock of `time.monotonic`, as `began` is.
         broke: whether a broadcast of this publication has already failed.
-        raised: whether the generation was raised above one that engines had joined and that is not this trainer's.
+        raised: whether the generation was raised above that of another group, which engines had joined.
     """
 
     publication: Publication
@@ -107,12 +108,12 @@ class PublicationProgress:
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Record these engines as failed, and stop serving them."""
+        """Record the engines in `failures` (reasons by URL) as failed, and do not try to serve them any more."""
         self.failed |= failures
         self.targets = [url for url in self.targets if url not in failures]
 
     def report(self) -> PublishReport:
-        """Return the outcome so far."""
+        """Return the outcome of the publication so far."""
         return PublishReport(
             version=self.publication.version,
             epoch=self.publication.epoch,
@@ -127,12 +128,12 @@ class PublicationProgress:
 
 
 class Publisher(Protocol):
-    """Sends weights to engines."""
+    """Interface for sending weights to engines."""
 
     async def publish(self, publication: Publication) -> PublishReport:
         """Publish the weights. Engines that fail are reported; raises UpdateError only if no engine is served."""
         ...
 
     async def close(self) -> None:
-        """Leave the group and free buffers."""
+        """Leave the process group, if any, and free buffers."""
         ...

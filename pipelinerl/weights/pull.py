@@ -1,4 +1,4 @@
-"""The interface of a pull: a `PullOrder` describes weights, a `PullSource` fetches them into a buffer."""
+"""Interface for pulling weights from servers: a `PullOrder` describes the weights, a `PullSource` fetches them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-#: Bytes [start, end) of a version.
+#: A range of bytes [start, end) of a version.
 Range = tuple[int, int]
 
 
@@ -21,7 +21,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """The weights to fetch, and the servers to fetch them from; set `given_up` to cancel the pull.
+    """The weights to fetch, and the servers from which to fetch them; set `given_up` to cancel the pull.
 
     `digest` is the XXH3-128 of all bytes of the (disjoint) shards in order, in hexadecimal; `deadline` is monotonic.
     """
@@ -35,12 +35,13 @@ class PullOrder:
 
 
 class PullSource(Protocol):
-    """Fetches weights from servers for the transport `pull`. Blocks, so it runs on its own thread."""
+    """Fetches weights from servers for the transport `pull`. It blocks, so call it on a separate thread."""
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
         """Fill the shards' ranges of `into`, flat uint8 (numpy or torch); return the digest of the bytes received.
 
         `on_progress` is called with the number of bytes so far. Raises UpdateError if a shard has no working source or
-        the pull was cancelled, DeadlineError if it is late, DigestMismatch if the bytes differ from those announced.
+        the pull was cancelled, DeadlineError if the deadline passes, DigestMismatch if the bytes differ from the
+        digest.
         """
         ...

@@ -1,8 +1,8 @@
-"""Torch tensors of an update: `convert` changes dtypes, `OverlappedDigest` hashes while the next bytes are sent.
+"""Transfer of torch tensors: `convert` changes dtypes, `OverlappedDigest` hashes bytes while the next are sent.
 
 Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn, on a stream that waits
-neither for training nor for decoding. On the host, bytes are hashed where they are. A host with few cores hashes before
-it sends, since a second thread would take its time from the first, and read the bytes from a colder cache.
+neither for training nor for decoding. Bytes on the host are hashed without a copy. A host with few cores hashes each
+piece before sending it, since a hashing thread would compete with the sender, and its cache would not hold the bytes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pipelinerl.system.background import in_background_soon
 from pipelinerl.weights.broadcast.collective import shared_tensor
 from pipelinerl.weights.layout import WeightDigest
 
-#: A function that waits until the copy is complete, and returns the bytes on the host.
+#: A function that waits until a copy to the host is complete, and returns the bytes there.
 Landed = Callable[[], Tensor]
 
 
-#: With fewer cores, the trainer or decode loop, gloo and the sender leave no core for a thread that hashes.
+#: Fewest cores for hashing on a separate thread: trainer or decode loop, gloo and sender need the others.
 _CORES_TO_OVERLAP: Final = 5
 
 
 class TransferStream(Protocol):
-    """The stream on which a publication gathers, copies and sends; in a `with` block it is the thread's current one."""
+    """The stream on which a publication gathers, copies and sends; it is the current stream in a `with` block."""
 
     @property
     def overlaps(self) -> bool:
-        """True if bytes are hashed on a thread, while others are copied and sent."""
+        """True if bytes are hashed on a separate thread while the next bytes are copied and sent."""
         ...
 
     def __enter__(self) -> Self:
@@ -42,17 +42,17 @@ class TransferStream(Protocol):
         ...
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all work of the block has ended, so that nothing reads its data any more."""
+        """Wait until all work of the block has ended, so that the data it read may be changed."""
         ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin to copy flat uint8 `data` to the host. The result is valid until the second call after this one."""
+        """Begin to copy flat uint8 `data` to the host. The copy stays valid until the second call after this one."""
         ...
 
 
 @final
 class HostStream:
-    """Stream for bytes that are on the host already: nothing is copied."""
+    """Stand-in for a stream if the bytes are on the host already: nothing is copied."""
 
     def __init__(self, *, cores: int | None = None) -> None:
         """Overlap hashing and sending if there are enough `cores`; None counts those that this process may use."""
@@ -65,7 +65,7 @@ class HostStream:
         return None
 
     def to_host(self, data: Tensor) -> Landed:
-        """Return the bytes themselves."""
+        """Return a function that returns `data` itself."""
         return lambda: data
 
 
@@ -113,13 +113,13 @@ class CudaStream:
 
 
 def stream_for(device: torch.device) -> TransferStream:
-    """Return the stream of a publication whose bytes are on `device`."""
+    """Return the stream for a publication whose weights are on `device`: a CUDA stream or its stand-in."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 @final
 class OverlappedDigest:
-    """A `WeightDigest` that hashes on a separate thread where that is faster. Only one thread may append.
+    """A `WeightDigest` that hashes on a separate thread if that is faster. Only one thread may call `append`.
 
     Appended bytes may be overwritten after the next `append`, or after `settle`.
     """
@@ -130,7 +130,7 @@ class OverlappedDigest:
         self._last: Future[None] | None = None
 
     def append(self, data: Tensor) -> Landed:
-        """Begin to hash flat uint8 `data`; return its bytes on the host."""
+        """Begin to hash flat uint8 `data`; return a function that waits for the bytes on the host and returns them."""
         landed = self._stream.to_host(data)
         self.settle()
         if not self._stream.overlaps:
@@ -151,14 +151,15 @@ class OverlappedDigest:
         return self._digest.hexdigest()
 
 
-#: Number of elements converted at once, so that temporaries stay small compared to the model.
+#: Number of elements converted per operation, so that temporaries stay small compared to the model.
 _BLOCK: Final = 1 << 22
 
 
 def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -> None:
-    """Fill `into` u8 [layout.num_bytes] with the values of `sent` u8 [wire.num_bytes]: the same parameters in order.
+    """Convert `sent` u8 [wire.num_bytes] to the dtypes of `layout`, into `into` u8 [layout.num_bytes].
 
-    Both are numpy, or torch on one device. Raises OutOfRange if a finite value would become an infinity.
+    Both layouts have the same parameters in order. Both buffers are numpy, or torch on one device. Raises OutOfRange if
+    a finite value would become an infinity.
     """
     source, target = shared_tensor(sent), shared_tensor(into)
     for (sent_as, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
@@ -184,6 +185,6 @@ def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec
 
 
 def _elements(part: Tensor, spec: ParameterSpec) -> Tensor:
-    """View bytes as elements; in a layout of mixed dtypes, copy those that are not aligned to an element."""
+    """View a parameter's bytes as elements; copy them first if mixed dtypes in the layout left them unaligned."""
     aligned = part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone()
     return aligned.view(getattr(torch, spec.dtype.value))

@@ -17,19 +17,19 @@ WORDS = ("cat", "dog", "sun", "map", "pen", "box", "hat", "red", "car", "bus", "
 
 
 class Spelling(Action):
-    """The model's answer."""
+    """An action: the model's answer."""
 
     text: str
 
 
 class Question(Observation):
-    """The text that the model reads."""
+    """An observation: the text that the model reads."""
 
     question: str = ""
 
 
 class Backward(Environment):
-    """One word in two attempts; each attempt earns half of the share of right letters."""
+    """An environment: spell one word backward in two attempts; each earns half of its share of right letters."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

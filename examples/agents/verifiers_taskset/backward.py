@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 
 class Word(vf.TaskData):
-    """One row of the data set."""
+    """One task of the data set: a word to spell backward."""
 
     word: str
 
@@ -28,13 +28,13 @@ class Spelling(vf.Task[Word]):
 
 
 class BackwardConfig(vf.TasksetConfig):
-    """Settings, from `taskset` of the recipe's environment_options."""
+    """Settings of the taskset, from the key `taskset` of the recipe's environment_options."""
 
     letters: str = "abdegnoprst"
 
 
 class Backward(vf.Taskset[Spelling, BackwardConfig]):
-    """All words of three letters, from the configured letters."""
+    """The taskset: all words of three letters that can be made from the configured letters."""
 
     def load(self):
         for number, letters in enumerate(product(self.config.letters, repeat=3)):

@@ -1,1 +1,1 @@
-"""The controller's decisions: pure functions and classes over its state."""
+"""The controller's decisions: functions and classes that map its state and an input to effects, without I/O."""

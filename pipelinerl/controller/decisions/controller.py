@@ -6,24 +6,24 @@ schedule, and the journal (`journal.py`) can restore the controller after a cras
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs)
     StepSkipped                trainer   a Directive, which stops the run after three skipped steps in a row
-    TrainerLeaving             trainer   a Directive to save its state and end, while the run continues
-    OrdersEnded                trainer   none directly: the updated account affects pacing
+    TrainerLeaving             trainer   a Directive to save its state and end; the run continues with a new trainer
+    OrdersEnded                trainer   none directly; the updated counts of ended orders affect pacing
     Published, CanaryChecked   trainer   events; engines become healthy, or are lost (`engine_decisions.py`)
-    Starving                   trainer   lost orders again, if no actor works on any; a Directive, if the trainer waits
-                                         for an evaluation
-    StreamsLost                poll      all orders and evaluation questions in flight, again
+    Starving                   trainer   lost orders are issued again, if no actor works on any order; a Directive, if
+                                         the trainer waits for an evaluation
+    StreamsLost                poll      all orders and evaluation questions in flight are issued again
     GroupFailed, Evaluation…   actor     an evaluation's result
     knobs                      API       a Directive, so that trainer and controller pace by the same knobs
     FleetMeasured              poll      an engine requested or drained (`elastic.py`)
-    engine joins/leaves        API, poll the answer to a trainer that waited for engines
+    engine joins/leaves        API, poll a Directive that answers the trainer, if it waited for engines
 
 After *every* input the controller also advances the evaluation, sends a Directive to publish if one is due
 (`directives.publication_due`), and issues prompts within the staleness budget (`StalenessBounds.may_issue`) and
 `max_groups`. Progress therefore never depends on which input arrives next.
 
-Staleness is bounded in two places, by pacing before dropping. j bounds how far engines may fall behind: a publication
-is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an order is issued only
-if it can still be within k versions at its earliest step. The trainer drops whatever is older.
+Staleness is bounded by two knobs, and stale work is avoided before it is dropped. j bounds how far engines may fall
+behind: a publication is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an
+order is issued only if it can still be within k versions at its earliest step. The trainer drops groups that are older.
 
 Every order is accounted for exactly once (`IssuedLedger`), although streams deliver at least once: the trainer drops a
 second group of an order, and a repeated report receives the same answer.
@@ -129,7 +129,8 @@ class Controller:
     def decide(self, given: AnyInput) -> list[Effect]:
         """Process one input and return its effects, in order.
 
-        Raises RecipeError if new knobs cannot run (nothing changes), LedgerError if the trainer's account is wrong.
+        Raises RecipeError if the run cannot continue with new knobs (then nothing changes), LedgerError if the
+        trainer's account contradicts the ledger.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:
@@ -170,7 +171,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report and return its effects. Ignore trainers of earlier epochs; answer repeated reports again."""
+        """Process a report, return its effects. Ignore trainers of earlier epochs; answer a repeated report again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -215,7 +216,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and notify the trainer at once. Raises RecipeError, without any change, if they cannot run."""
+        """Change knobs and send them to the trainer. Raises RecipeError, changing nothing, for an unusable value."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -264,7 +265,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue orders whose groups can still be fresh at their earliest step: pacing before dropping (RLAX §3.1)."""
+        """Issue only orders whose groups can still be fresh at their earliest step, so few are dropped (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -301,11 +302,11 @@ class Controller:
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
-        """Return the problem of prompt order `index`: the next problem in turn, skipping recently solved problems."""
+        """Return the problem of prompt order `index`: the next problem of the mixture that is not resting as solved."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
-        """Estimate how many of the `rollouts` in flight, which belong to `out` prompt orders, a step will use."""
+        """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
@@ -342,9 +343,8 @@ class Controller:
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
-        if (
-            self.state.phase is not RunPhase.FINISHED
-        ):  # if FINISHING, stay: the last evaluation begins when this trainer stops
+        # A run that is FINISHING returns to TRAINING: its last evaluation begins again when this trainer stops.
+        if self.state.phase is not RunPhase.FINISHED:
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
@@ -369,7 +369,7 @@ class Controller:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        if self.settings.overdue is Overdue.WAIT:  # issue first, since the answer must list these orders
+        if self.settings.overdue is Overdue.WAIT:  # issue orders before answering, since the answer must list them
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
@@ -392,7 +392,7 @@ class Controller:
         return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue lost prompt orders if the trainer waits and no actor works on any order."""
+        """Reissue all prompt orders, as lost, if the trainer waits for rollouts and no actor works on any order."""
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
@@ -405,7 +405,7 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send all unfinished work again: prompt orders, evaluation questions, and the last directive."""
+        """After stream data was lost, resend all unfinished work: orders, evaluation questions, the last directive."""
         # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
@@ -466,13 +466,13 @@ class Controller:
         return effects
 
     def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
-        """Answer a report. Only the newest answer is kept, since the trainer sends one question at a time."""
+        """Answer a trainer's report. Only the newest answer is kept, since the trainer awaits one answer at a time."""
         directive = self._directive(report_id, publish_to=publish_to, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Send an answer again, with the current knobs. The trainer awaits it, so no other publication is pending."""
+        """Resend an answer, with the current knobs. The trainer still awaits it, so it makes no other publication."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
@@ -498,7 +498,7 @@ def step_skipped(report: StepSkipped, *, step: int) -> Record:
 
 
 def published(report: Published) -> Record:
-    """Return the event of a publication, with its figures."""
+    """Return the event of a publication, with the measurements in the trainer's report."""
     return Record(
         "publish",
         {
@@ -520,7 +520,7 @@ def handed_over(report: GroupHandedOver) -> Record:
 
 
 def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return a checkpoint's event; a delay is recorded once, although reported repeatedly, and shown while it lasts."""
+    """Return the event of a report on a checkpoint; of repeated reports on one delay, only the first gets an event."""
     version = report.model_version
     if isinstance(report, Checkpointed):
         state.trainer.unsaved = ""

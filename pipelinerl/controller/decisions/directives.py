@@ -14,7 +14,7 @@ from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, 
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
-#: States of engines to which every version is published; a draining engine keeps its weights.
+#: Engines in these states receive every publication; a draining engine keeps its old weights.
 _KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
@@ -28,7 +28,7 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
 def publication_due(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
     """Return the engines (base URLs) to which the trainer must publish its weights now; empty if no publication is due.
 
-    | due when                                                            | to            |
+    | a publication is due when                                           | to            |
     |---------------------------------------------------------------------|---------------|
     | an engine is j versions behind (j <= k, so this happens before k    | all members   |
     | forbids issuing prompts with its weights)                           |               |
@@ -36,8 +36,9 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     | engines have no weights of this epoch                               | those engines |
 
     No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
-    as soon as it is directed. If the trainer's report on it omits an engine, a publication to this engine is due at the
-    next tick (a call with `again`); the delay prevents a tight loop with a publisher that skips engines.
+    as soon as its directive is sent. If the trainer's report on the publication omits an engine, a publication to this
+    engine is due at the next tick (a call with `again`); the delay prevents a tight loop with a publisher that skips
+    engines.
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
@@ -69,7 +70,7 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name."""
+    """Return the directive that answers the report with id `answers`, or an unsolicited directive named `answers`."""
     # The final weights go to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run fails or
     # is suspended, the trainer saves its state and publishes nothing more.
     ends = ending(state, settings) is not None
@@ -99,7 +100,7 @@ def directive(
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return an earlier answer with the current knobs and account: it must not undo directives sent in between."""
+    """Return an earlier answer with the current knobs and account, so it does not undo directives sent after it."""
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,

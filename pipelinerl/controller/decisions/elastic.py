@@ -1,15 +1,16 @@
-"""Automatic scaling: decides how many engines a run needs, and requests or drains engines like an operator. Pure.
+"""Automatic scaling: pure rules that decide how many engines a run needs, and request or drain engines accordingly.
 
     engines busy, and either the trainer waits  scale up: request one, of the first type below its maximum
       or groups arrive too late to train
     trainer hardly waits, groups are in time,   scale down: drain the newest engine of the last type above its minimum
       and one engine fewer could do the work
-    below `engines_min` or above `engines_max`  immediately, regardless of figures: an operator has changed a knob
+    below `engines_min` or above `engines_max`  immediate change, regardless of load: an operator has changed a knob
 
-Several rules prevent oscillation. Between the thresholds `content` and `waiting` nothing changes. An engine is removed
-only if the remaining ones stay below `busy`, and the last engine is never removed. `patience` consecutive intervals
-must agree. After a change the measurements restart, and no further change is made for `settle_s`, nor while an engine
-joins or drains. If a requested engine could not be provided, its type is not requested again.
+Several rules prevent oscillation. While the trainer's waiting share is between the thresholds `content` and `waiting`,
+nothing changes. An engine is removed only if the remaining ones stay below `busy`, and the last engine is never
+removed. `patience` consecutive intervals must suggest the same change. After a change the measurements restart, and no
+further change is made for `settle_s` seconds or while an engine joins or drains. If a requested engine could not be
+provided, its type is not requested again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _WHY: Final = {
 
 
 def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
-    """Return the change that one interval's figures suggest while `engines` engines serve."""
+    """Return the change that the measurements of one interval suggest while `engines` engines serve."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
     fits = engines > 1 and figures.occupancy * engines / (engines - 1) < rule.busy
@@ -57,7 +58,7 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Add this interval's verdict to `memory`, and return the change to make now."""
+    """Add the change that this interval suggests to `memory`; return the change to make now, if intervals agree."""
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value
@@ -66,7 +67,7 @@ def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engin
 
 
 def changed(memory: ElasticMemory, *, now: float) -> None:
-    """Restart the measurements after a change in the number of engines, or after a dry run has announced one."""
+    """Restart the measurements after the number of engines was changed, or a dry run has announced a change."""
     memory.forget()
     memory.streak, memory.changed = 0, now
 
@@ -94,12 +95,12 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
 
 
 def in_words(want: Want, figures: Figures) -> str:
-    """Describe the figures that suggest `want`, which must not be `Want.SAME`."""
+    """Describe the measurements that suggest the change `want`, which must not be `Want.SAME`."""
     return _WHY[want].format(waiting=figures.waiting, occupancy=figures.occupancy, stale=figures.stale)
 
 
 def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapping[str, Mapping[str, float]]) -> None:
-    """Add one step's figures to the current interval."""
+    """Add the measurements of one training step to the current interval."""
     memory.waited_s += figures.get("wait_s", 0.0)
     memory.stepped_s += figures.get("step_s", 0.0)
     late = sum(each.get("stale_groups", 0.0) for each in by_domain.values())
@@ -112,7 +113,7 @@ def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapp
 
 
 def _in_between(state: RunState) -> bool:
-    """Return True while figures are misleading, because an engine joins or drains, or an evaluation runs."""
+    """Return True while measurements are misleading because an engine joins or drains, or an evaluation runs."""
     records = state.fleet.records()
     serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
     to_come = any(request.wanted and request.name not in serving for request in state.engine_requests)
@@ -151,7 +152,7 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _not_to_be_had(state: RunState) -> set[str]:
-    """Return engine types that are unavailable: a requested engine never joined, or refused the run permanently."""
+    """Return the unavailable engine types: those of which a requested engine never joined, or permanently refused."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}

@@ -1,15 +1,17 @@
-"""Decisions about engines: maps inputs and reports to fleet changes and events.
+"""Decisions about engines: which changes of the fleet, and which events, follow from an input or a report.
 
-    EngineRegistered, EngineAnswered, EngineRestarted   joins or rejoins: weights are due
-    HealthCheckMissed, EngineTimedOut                   gets no work; is dead
-    Published, CanaryChecked                            has weights; serves, is dirty, or is expelled
-    EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: finishes its work and leaves
-    EngineRemoved                                       `_remove`, which is an immediate `_expel`
-    EnginesRequested                                    the launcher starts processes, which offer themselves
+    EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and weights are due to it
+    HealthCheckMissed                                   the engine gets no more work
+    EngineTimedOut                                      the engine is dead
+    Published                                           the engine has the weights, or is dirty, or is expelled
+    CanaryChecked                                       the engine serves, or is dirty, or is expelled
+    EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: the engine ends its work and leaves
+    EngineRemoved                                       `_remove`: the engine is expelled immediately
+    EnginesRequested                                    the launcher starts engines, which register themselves
 
-Transitions are named like the events in the table of `state/fleet.py`. A swap requests an engine that `replaces`
-another, which is drained once the new one serves, so the run never has fewer engines. This module sends no directives:
-due publications follow from the fleet (`without_weights`).
+Methods of the fleet are named like the events in the table of `state/fleet.py`. A swap requests an engine that
+`replaces` another engine; the old engine is drained once the new one serves, so the run never has fewer engines. This
+module sends no directives: the fleet (`without_weights`) shows which publications are due.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def request_engines(state: RunState, given: EnginesRequested, *, engines_expecte
 
 
 def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
-    """Give an engine no more work; requests that it already has may run for another `grace_s` seconds."""
+    """Give an engine no more work; requests that it is already processing may run for another `grace_s` seconds."""
     if not state.fleet.drain(url, now=now, by=now + grace_s):
         return []
     if state.fleet.is_draining(url):
@@ -90,14 +92,14 @@ def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effe
 
 
 def published(state: RunState, report: Published) -> list[Effect]:
-    """Record which engines have received the weights, and which have failed."""
+    """Record which engines received the published weights, and which engines failed."""
     for url in report.pauses_s:
         state.fleet.on_published(url, report.model_version, membership=report.membership)
     return _publish_failed(state, report, blameless=report.blameless)
 
 
 def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
-    """Record which engines passed the canary check and serve, and which failed it, with the figures."""
+    """Record which engines passed the canary check and now serve, and which failed it, with the measurements."""
     fleet, version, membership = state.fleet, report.model_version, report.membership
     effects: list[Effect] = []
     for url, worst in report.worst.items():
@@ -135,7 +137,7 @@ def to_stop(state: RunState) -> list[str]:
 
 
 def removal_reason(state: RunState, url: str) -> str:
-    """Return why an engine is already leaving; empty if it is not leaving."""
+    """Return the reason why the engine at `url` is leaving; empty if it is not leaving."""
     if state.fleet.is_draining(url):
         return "it is being drained"
     names = [request.name for request in state.engine_requests if request.wanted and request.replaces == url]
@@ -148,7 +150,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record failed updates and canary checks. Permanent failures expel; those of `blameless` engines do not count."""
+    """Record failed updates and canary checks. A permanent failure expels; a `blameless` engine's does not count."""
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
@@ -176,7 +178,7 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that a serving engine replaces, but only once: the new engine proves its weights repeatedly."""
+    """Drain the engine that the engine at `url` replaces, unless this was done: `url` passes the canary repeatedly."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:

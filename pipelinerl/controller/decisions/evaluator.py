@@ -1,14 +1,16 @@
-"""`Evaluator`: decides when held-out problems are evaluated, with which weights, and when an evaluation ends. Pure.
+"""`Evaluator`: pure rules for when held-out problems are evaluated, with which weights, and when an evaluation ends.
 
     due ──weights of that version, or newer, are served──▶ running ──all problems ended, or gave up──▶ a result
      ▲                                                        │
      └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
 
-Training continues during an evaluation. With pin mode `engine`, one engine keeps its weights while the others continue;
-questions use this engine's share of the actors' capacity. With `gate`, updates are postponed until the evaluation ends,
-for at most `hold_s`; prompts are issued as long as they can be fresh. Before the first step and after the last there
-are no updates to hold: all engines answer, and versions are still checked. Sets that are due together form one
-evaluation, answered by the same weights; sets that become due during an evaluation wait for its end.
+Training continues during an evaluation, which is pinned to one version of the weights. With pin mode `engine`, one
+engine keeps its weights and answers, while the other engines continue to be updated; this engine's share of the actors'
+capacity limits how many questions are in flight. With pin mode `gate`, weight updates are postponed until the
+evaluation ends, for at most `hold_s` seconds; meanwhile prompts are issued as long as they can be fresh. Before the
+first step and after the last step there are no updates to postpone: all engines answer, and versions are still checked.
+Sets that are due together form one evaluation, answered by the same weights; sets that become due during an evaluation
+wait for its end.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ class Evaluator:
         self._orders = orders
 
     def want(self, state: RunState) -> None:
-        """Mark an evaluation of all sets as due, with the current weights."""
+        """Mark an evaluation of all held-out sets with the current weights as due."""
         self._want(state, [each.name for each in self.plan.sets])
 
     def want_by_interval(self, state: RunState) -> None:
-        """Mark those sets as due whose evaluation interval ends at this step."""
+        """Mark the held-out sets as due whose evaluation interval ends at this step."""
         common = state.knobs.evaluation_interval_steps
         self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
     def want_last(self, state: RunState) -> list[Effect]:
-        """Replace the current evaluation by an evaluation of the final weights, since no further step will be made."""
+        """Replace the current evaluation by one of the final weights; called when no further step will be trained."""
         effects: list[Effect] = []
         if state.evaluations.current is not None:
             effects.append(_abandoned(state.evaluations.current, "the run ends, and its last weights are evaluated"))
@@ -68,14 +70,14 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """Process the answer to question `index`; None means that the question failed, and it may be issued again."""
+        """Process the answer to question `index` (None: the question failed), and reissue the question if needed."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """Return each set's result and release the pinned engine, if the evaluation has just ended; otherwise []."""
+        """If the evaluation has just ended, release the pinned engine and return the result of each set; else []."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []
@@ -105,7 +107,7 @@ class Evaluator:
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
-        # Once the run finishes, nothing more is published, so engines with any weights may answer.
+        # Once the run finishes, nothing more is published, so engines may answer with whatever weights they have.
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
@@ -167,7 +169,7 @@ class Evaluator:
                 evaluation.given_up = f"updates were postponed for {self.plan.hold_s:g} s (evaluation.hold_s)"
 
     def _window(self, state: RunState, evaluation: Evaluation, *, now: float) -> int:
-        """Return how many questions may be in flight: all, or the pinned engine's share of the actors' capacity."""
+        """Return the limit of questions in flight: all questions, or the pinned engine's share of actor capacity."""
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
@@ -184,7 +186,7 @@ def holds_updates(state: RunState) -> bool:
 
 
 def comes_first(state: RunState) -> bool:
-    """Return True if training waits for the evaluation before the first step."""
+    """Return True if an evaluation runs before the first step, for which training waits."""
     return state.version == 0 and (state.evaluations.current is not None or state.evaluations.due is not None)
 
 
@@ -206,7 +208,7 @@ def broken(state: RunState) -> str:
 
 
 def release(state: RunState) -> None:
-    """Unpin the evaluation's engine, if any; it serves again once it has the newest weights."""
+    """Unpin the engine that was pinned for the evaluation, if any; it serves again once it has the newest weights."""
     if state.evaluations.current is not None and state.evaluations.current.engine:
         state.fleet.release(state.evaluations.current.engine, version=state.version)
 

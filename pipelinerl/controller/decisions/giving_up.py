@@ -1,4 +1,4 @@
-"""Rules for naming what a stalled run waits for, and for ending a run that cannot continue or is suspended.
+"""Rules that describe what a stalled run waits for, and that end a run which cannot continue or is suspended.
 
     cause                                                       detected
     every engine refuses permanently                            when the last engine has refused
@@ -8,8 +8,8 @@
     every prompt is too long for the context                    after eight times the orders in flight
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
-The process that refuses reports whether its reason is permanent (`inference_contract.errors.Persistence`). A trainer
-that is training is directed to save its state, and gets `save_s` seconds to do so.
+A process that refuses work reports whether its reason is permanent (`inference_contract.errors.Persistence`). Before
+the run ends, a trainer that is training is directed to save its state, and gets `save_s` seconds to do so.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from pipelinerl.controller.state.inputs_and_effects import Effect, End, Finish, 
 from pipelinerl.controller.state.run_state import SILENT_S, ControllerSettings, RunPhase, RunState
 from pipelinerl.messages import GroupFailed, VerifierFigures
 
-#: The fewest groups on which the run may be ended: a few groups may fail by chance.
+#: The run may end because of failed groups only after this many of them: a few groups may fail by chance.
 _FEW_GROUPS: Final = 8
 #: Consecutive failures of a domain's verifier after which the run ends.
 _VERDICTS_THAT_END: Final = 20
-#: Name of the recipe's group filter in error messages.
+#: Name of the group filter in error messages: the recipe key that sets the filter.
 THE_FILTER: Final = "curation.filter"
-#: If too long prompts within one step exceed the orders in flight by this factor, the run ends: about 8 of 9 prompts.
+#: The run ends if, within one step, the number of too long prompts exceeds this multiple of the orders in flight; then
+#: about 8 of 9 prompts are too long.
 _TOO_LONG: Final = 8
 
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
-    """Return the effects of ending the run, if it cannot continue; called after each decision."""
+    """Return the effects that end the run if it cannot continue, otherwise none; called after each decision."""
     if state.phase is RunPhase.FINISHED:
         return []
     if state.failing.reason:
@@ -51,7 +52,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
 
 
 def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End a healthy run at once: like a failing run, without a last publication or evaluation."""
+    """End a healthy run as soon as its state is saved: like a failing run, without a last publication or evaluation."""
     if state.failing.reason or state.phase is RunPhase.FINISHED:
         return []
     state.failing.suspends = True
@@ -65,7 +66,7 @@ def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def last_word(state: RunState, settings: ControllerSettings) -> Finish:
-    """Return why and in which way a finished run ended."""
+    """Return the effect `Finish`: the reason why the run ended, and whether it completed, failed or was suspended."""
     if state.failing.reason:
         return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
     return Finish(ending(state, settings) or "stopped", End.FAILED if state.failing.hopeless else End.COMPLETED)
@@ -100,7 +101,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # by then the trainer's state is saved, and the last evaluation has its own time limits
+        return  # while FINISHING, the trainer's state is already saved, and the last evaluation has its own time limits
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -115,9 +116,9 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason if no engine will ever serve: all engines have joined, and all are expelled permanently."""
+    """Yield a reason to end the run if no engine will ever serve: all have joined, and all are expelled permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # the usual case, returned early since this check runs after each decision, even with a thousand engines
+        return  # return early in the usual case: this check runs after each decision, even with a thousand engines
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -130,9 +131,9 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:
-    """Yield a reason if nearly all prompts are too long."""
-    # Such prompts fail at once and are replaced, so even a few percent of them cause many failures. Only a large
-    # multiple of the orders in flight means that nearly all prompts are too long.
+    """Yield a reason to end the run if nearly all prompts are too long for the model's context."""
+    # A prompt that is too long fails immediately and is replaced, so even a few percent of such prompts cause many
+    # failures. Only a large multiple of the orders in flight means that nearly all prompts are too long.
     failing = state.failing
     if not failing.too_long_groups:
         return
@@ -145,7 +146,7 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """Yield a reason if a domain's verifier, or the filter, failed on the recent answers of all actors that used it."""
+    """Yield a reason to end the run if a domain's verifier, or the filter, keeps failing for all actors that use it."""
     # Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in
     # bursts, end it only after a step's worth of answers.
     actors = list(state.live_actors(now))
@@ -165,7 +166,7 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 
 def _some_ended_well(state: RunState) -> bool:
-    """Return True if any group has reached the trainer since the last step, even if it was filtered or stale."""
+    """Return True if, since the last step, any group ended as filtered or as stale, and so did not fail."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))
 
@@ -179,13 +180,13 @@ _WHY: Final = {
 
 
 def progress_mark(state: RunState) -> tuple[Any, ...]:
-    """Return a value that changes whenever the run makes progress, in any stage."""
+    """Return a value that changes whenever the run makes progress, in any of its phases."""
     answered = len(state.evaluations.current.answers) if state.evaluations.current is not None else -1
     return (str(state.phase), state.epoch, state.version, answered, len(state.evaluations.results))
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for, including a delayed checkpoint, for which training will have to wait."""
+    """Describe what the run waits for; add a delayed checkpoint, since training will have to wait for it."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 
@@ -238,7 +239,7 @@ def _actors(state: RunState, now: float) -> str:
 
 
 def _untrained(state: RunState) -> str:
-    """Explain why recent groups led to no step; empty until a whole step's worth of groups has ended untrained."""
+    """Explain why recent groups were not trained; empty until as many groups as a step needs have ended untrained."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
@@ -248,7 +249,7 @@ def _untrained(state: RunState) -> str:
 
 
 def _outdated(state: RunState) -> str:
-    """Explain why nothing is sampled; empty unless every order issued now would be too old at its step."""
+    """Explain that no prompts are issued because each would be too old at its step; empty if that is not the case."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
     if (
         state.account.in_flight
@@ -269,6 +270,6 @@ def _trainer(state: RunState, now: float) -> str:
 
 
 def lost_engines(state: RunState) -> str:
-    """List the engines that were lost, with their states and errors; each entry begins with a semicolon."""
+    """List the lost engines with their states and errors, as text to append: each entry begins with a semicolon."""
     dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
     return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

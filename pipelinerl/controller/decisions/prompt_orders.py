@@ -16,7 +16,7 @@ _AS_THE_RUN: Final = DomainSampling()
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrderFactory:
-    """Creates prompt orders from the run's settings.
+    """Creates prompt orders (requests for a group of rollouts, or of evaluation answers) from the run's settings.
 
     A domain's own group size, temperature, length and stop strings override those of the run and the knob
     `temperature`. Evaluations use the temperature of their set, and the set's length limit if it has one.
@@ -60,8 +60,8 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return question `index` of evaluation `number` of `version`; only `engine`, if given, may answer it."""
-        # Apart from id and engine, the order is the same in every evaluation: a sample depends on its seed and the
+        """Return the order for question `index` of evaluation `number` of `version`, pinned to `engine` if given."""
+        # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
         asked, place = plan.question(index)
         problem = self.held_out_problem(asked.name, place)

@@ -1,7 +1,8 @@
-"""`implausible`: rejects reports that no correct role of this run can have sent, given the controller's state.
+"""`implausible`: detects reports that no correct process of this run can have sent, given the controller's state.
 
-Any process that can write to the streams, or a role with a bug, can send anything. Implausible reports would unbalance
-the account, answer evaluation questions that were never issued, or contain absurdly large numbers.
+A faulty trainer or actor, or any other process that can write to the streams, may send anything. Implausible reports
+would unbalance the ledger of prompt orders, answer evaluation questions that were never issued, or contain absurdly
+large numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pipelinerl.messages import (
 )
 from pipelinerl.types import Purpose
 
-#: Integers up to this size survive every JSON parser unchanged.
+#: Limit for integers in a report: up to this size, every JSON parser reads them exactly.
 _MOST: Final = 2**53
-#: The most characters of a text: enough for a reason with a traceback, or with the errors of several engines.
+#: The most characters of a text in a report: enough for a traceback, or for the errors of several engines.
 _MOST_TEXT: Final = 2**16
 _MOST_ACTORS: Final = 4096
 
@@ -75,7 +76,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
                 yield from _unrecordable(held, str(key)[:64])
         case list() if len(value) > MOST_AHEAD:
             yield f"{name} has {len(value)} entries"
-        case list():  # check only the smallest and largest number of a list: a step's report lists thousands of orders
+        case list():  # for speed, check only the least and largest number: a step's report may list thousands of orders
             numbers = set(map(type, value)) == {int}
             for held in (min(value), max(value)) if numbers else value:
                 yield from _unrecordable(held, name)

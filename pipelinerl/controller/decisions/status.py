@@ -1,6 +1,7 @@
-"""The run as users see it: `run_status` converts the controller's state, `EngineWatch` holds polls of the engines.
+"""The status of a run for users: `run_status` derives it from the controller's state and `EngineWatch`.
 
-`RunStatus` serves `/status`, the progress bar and the CLI. Polls are momentary and not stored.
+The result, `RunStatus`, is served at `/status` and shown by the progress bar and the CLI. `EngineWatch` keeps the
+newest load of each engine, as polled; it is not part of the journal or of checkpoints.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """Return the settings that every actor works with."""
-    # Actors give up outdated groups by k, except if steps wait for overdue groups, or if k bounds single rollouts.
+    """Return the current settings for actors, which are the same for every actor."""
+    # Actors give up groups that are older than k, unless steps wait for overdue groups or k bounds single rollouts.
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
     return ActorAssignment(
@@ -229,7 +230,7 @@ _UNKNOWN: Final = EngineLoad()
 
 @final
 class EngineWatch:
-    """Engine loads by base URL. Pure: time and observations are arguments."""
+    """The load of each engine by base URL, computed from polls. Pure: time and poll results are arguments."""
 
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
@@ -237,14 +238,15 @@ class EngineWatch:
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
-        """Return the engine's load; all zeros if it is unknown."""
+        """Return the load of the engine at `url`; all zeros if the engine is unknown."""
         return self._loads.get(url, _UNKNOWN)
 
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
         Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
-        first, so the cost is bounded and even. All others, such as suspect or draining engines, are polled every time.
+        first, so the cost is bounded and even. Engines in other states, such as suspect or draining, are polled every
+        time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
@@ -254,7 +256,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """Record an engine's answer; return True if its counters went down, so the engine must have restarted."""
+        """Record an engine's answer to a poll; return True if its counters went down, so it must have restarted."""
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (
@@ -280,13 +282,13 @@ class EngineWatch:
         return known.missed_polls + 1 >= self._polls_to_death
 
     def forget(self, url: str) -> None:
-        """Forget an engine that is no longer polled."""
+        """Drop the data of an engine that is no longer polled."""
         self._loads.pop(url, None)
         self._asked_at.pop(url, None)
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
-    """Return the share of busy slots (0 to 1) over `seconds`, from the counters at its start and end."""
+    """Return the share of busy slots (0 to 1) over `seconds`, from the engine's counters `before` and `after` them."""
     steps = after.decode_steps_total - before.decode_steps_total
     if steps <= 0 or not after.slots:
         return 0.0

@@ -1,9 +1,9 @@
-"""Review of a step: its figures by domain, the alarms, and the end of a run without signal.
+"""Review of each step: metrics by domain, alarms, and the end of a run whose groups have no learning signal.
 
-Two kinds of figures are added to the trainer's figures of a domain: the groups that actors gave up as stale, and the
-work of the domain's verifier since the previous step. The latter are `verified` answers, `verifier_s` per answer, and
-`verifier_errors`, which include timeouts. Episodes add `episodes` and `environment_s`, the seconds of each outside the
-model; those with tools also `calls_parsed`, `calls_malformed` and `tool_errors`.
+To the trainer's metrics of a domain, the controller adds the number of groups that actors gave up as stale, and the
+verifier's work since the previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which
+include timeouts. A domain of multi-turn episodes also has `episodes` and `environment_s`, the seconds per episode
+outside the model; a domain with tools also has `calls_parsed`, `calls_malformed` and `tool_errors`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def note_stages(state: RunState, report: ActorAlive) -> None:
 
 
 def note_outdated(state: RunState, report: GroupOutdated) -> None:
-    """Count a group that an actor gave up as stale, for the next step's figures."""
+    """Count a group that an actor gave up as stale, for the next step's metrics."""
     if report.domain in state.knobs.domain_weights:
         state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
 
@@ -155,7 +155,7 @@ def _remember(state: RunState, report: StepDone) -> None:
 
 
 class AlarmKind(StrEnum):
-    """The measure that raised an alarm."""
+    """The metric that raised an alarm."""
 
     ENTROPY = "entropy"
     LENGTH = "length"
@@ -166,7 +166,7 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Thresholds of the alarms; measures are averages over the last `recent_steps`.
+    """Thresholds of the alarms, for metrics averaged over the last `recent_steps` steps.
 
     Attributes:
         entropy: share of the entropy of the run's first steps below which an alarm is raised, unless `right` or more of
@@ -174,7 +174,7 @@ class Thresholds:
         length: multiple of the mean length in the `length_steps` before, above which an alarm is raised.
         truncated, stale: share of a domain's rollouts or groups above which an alarm is raised.
         enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
-        back: an alarm is cleared when its measure is better than the threshold by this share of the threshold.
+        back: an alarm is cleared when its metric is better than the threshold by this share of the threshold.
     """
 
     recent_steps: int = 5
@@ -193,7 +193,7 @@ THRESHOLDS: Final = Thresholds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One alarm: `what` is a sentence with the measured figures and a remedy."""
+    """One alarm: `what` is a sentence with the measured values and a remedy."""
 
     kind: AlarmKind
     what: str
@@ -201,7 +201,7 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """Identifies the alarm: its kind and domain."""
+        """The alarm's identity, made of its kind and its domain."""
         return f"{self.kind}:{self.domain}"
 
 
@@ -286,15 +286,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-#: Minimum number of groups without signal before a domain counts as without signal, even if its share is small.
+#: A domain counts as without signal only after this many groups without signal, however small its weight.
 _LEAST_GROUPS: Final = 16
-#: The run counts as solved if at least this share of its groups without signal had only correct answers.
+#: A run that ends for lack of signal counts as solved if this share of its groups without signal was all correct.
 _SOLVED: Final = 0.9
 _KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
 
 
 def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """Raise or clear the alarm, or end the run; called after each decision."""
+    """Raise or clear the alarm for missing signal, or end the run because of it; called after each decision."""
     if state.phase is not RunPhase.TRAINING or ending(state, settings) is not None:
         return []
     steps = _steps_without_signal(state, only_refused=False)
@@ -324,7 +324,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return how many steps' worth of groups lacked signal, in the domain with the fewest relative to its share."""
+    """Return the number of groups without signal in units of a step's groups, for the domain where this is least."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0

@@ -58,7 +58,7 @@ _ELSEWHERE: Final = (
 )
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
-#: Time limit of the poll that checks an offered engine; the engine's own request times out after five seconds.
+#: Time limit in seconds for checking that an offered engine answers; the engine waits five seconds for the response.
 _PROBE_S: Final = 3.0
 _GOING: Final = "{url} is leaving already: {why}; to add an engine, request one that replaces none"
 
@@ -66,7 +66,7 @@ _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 
 
 def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
-    """Return the application; the caller must run the service."""
+    """Return the FastAPI application; the caller must also run the service."""
     app = FastAPI(title="pipelinerl controller", openapi_url=None)
     app.get("/health")(lambda: {"state": "ready"})
     _add_status(app, service)
@@ -240,7 +240,7 @@ def _is_local(host: str) -> bool:
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
-    """Return the URL of the one engine with this URL or name, else None; expelled engines are found by URL only."""
+    """Return the URL of the engine with this URL or unique name, else None. An expelled engine has no name any more."""
     base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
@@ -264,7 +264,7 @@ def _unknown(service: ControllerService) -> Response:
 
 PREFIX: Final = "pipelinerl"
 
-#: Figures of the last step, as reported by the trainer.
+#: Metrics of the last step that are exported to Prometheus, as reported by the trainer.
 _TRAINER: Final = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
@@ -276,7 +276,7 @@ _DOMAIN: Final = (
 
 
 def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
-    """Return the metrics as Prometheus text; `last_step` holds the figures of the last step by name."""
+    """Return the run's metrics as Prometheus text; `last_step` maps names to the trainer's metrics of the last step."""
     ledger, fleet = status.ledger, status.fleet
     fates = ("issued", "trained", "filtered", "stale", "failed")
     metrics: dict[str, Samples] = {

@@ -1,14 +1,15 @@
 """`Journal`: the controller's durable memory, so that its process may be killed between any two side effects.
 
-Each decision is journaled, by its input and the stream ids of its effects, before its effects are carried out. A
-restarted controller loads the newest snapshot, repeats the decisions journaled since then, which are pure, and carries
-out the effects of the last decision once more. Effects are idempotent: prompts and directives use the journaled ids,
-and events the number of the decision. An input that was not journaled had no effect and is not lost: a report is still
-in its stream, and the caller of an API call got no answer.
+Before the effects of a decision are carried out, its input and the stream ids of its effects are journaled. A restarted
+controller loads the newest snapshot, repeats the decisions journaled since then, which are pure, and carries out the
+effects of the last decision once more. Effects are idempotent: prompts and directives are appended under the journaled
+ids, and events carry the number of the decision. An input that was not journaled had no effect and is not lost: a
+report is still in its stream, and the caller of an API call got no answer.
 
-The journal also fences: a controller that finds its next entry number already used by another controller stops before
-its decision has any effect. If the stream server loses its newest data, entry numbers, which are consecutive, are
-missing, and the journal cannot be replayed; `whole` detects this, and the writer takes a snapshot at once.
+The journal also fences (stops a controller that was replaced): a controller whose next entry number was already used by
+another controller stops before its decision has any effect. Entry numbers are consecutive. If the stream server loses
+its newest data, numbers are missing and the journal cannot be replayed; `whole` detects this, and the writer takes a
+snapshot immediately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 log = logging.getLogger("pipelinerl")
 
-#: The stream that holds the journal.
+#: Name of the stream that holds the journal.
 JOURNAL: Final = "journal"
 #: Number of decisions between two snapshots; a restarted controller repeats at most this many.
 _SNAPSHOT_EVERY: Final = 500
@@ -55,7 +56,7 @@ class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Type and layout version of an entry, decoded before the rest; the oldest snapshots have no layout version."""
+    """Type and layout version of an entry, decoded before its other fields; the oldest snapshots have no version."""
 
     type: str
     layout: int = 1
@@ -70,7 +71,8 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 class Recovered:
     """Contents of a journal: the state at its newest snapshot, and the decisions since then.
 
-    The effects of the last decision, made at `now`, must be repeated. Reports are read on from `reports_offset`.
+    The effects of the last decision, made at `now`, must be carried out again. Reports are read from `reports_offset`
+    on.
     """
 
     number: int
@@ -99,7 +101,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision durably and return its number. Raises FencedError if another controller wrote it."""
+        """Journal a decision durably, return its number. Raises FencedError if another controller used the number."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id
@@ -107,7 +109,7 @@ class Journal:
         return self.number
 
     def refuse_unwritable(self, given: AnyInput) -> None:
-        """Raise RecipeError if an input cannot be encoded, before a decision is made on it."""
+        """Raise RecipeError if an input cannot be encoded for the journal; called before the decision is made."""
         try:
             _ENCODER.encode(given)
         except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -119,7 +121,7 @@ class Journal:
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, whose effects must be carried out, and trim older entries; raises like `record`."""
+        """Write the whole state, once all effects are carried out, and trim older entries. Raises FencedError."""
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -127,11 +129,11 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The entry number is taken, maybe by this entry: the server may have stored it but its answer was lost.
+            # The number is taken, maybe by this entry: the server may have stored the entry, and its answer was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
-        self.number = number  # set only after the check, so that a fenced writer fails again on each further attempt
+        self.number = number  # set after the check, so a fenced writer fails on every attempt
 
     async def whole(self) -> bool:
         """Return True if the server still has every entry of this journal, and no entry of another writer."""
@@ -140,13 +142,13 @@ class Journal:
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Return True if an entry is written within `for_s` seconds; a live controller journals actors' heartbeats."""
+        """Return True if an entry is written within `for_s` seconds, since a live controller journals heartbeats."""
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal and its contents, or None if entries are missing. Raises UserError for another layout."""
+        """Return the journal and its contents, None if entries are missing. Raises UserError for an unknown layout."""
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
             _check_layout([entry.payload for entry in entries])

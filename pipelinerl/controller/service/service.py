@@ -5,10 +5,11 @@
     poll     its interval             the clock
     ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine
 
-All decisions run on one event loop, one after the other. Effects are carried out in order before the next report. If an
-input cannot be journaled, or an effect fails, the service ends, since the state in memory has already changed and the
-outside has not. The process may be killed between any two effects; see `journal.py`. After a restart, the service's
-clock continues from the time of the last decision in the journal, independent of the machine's clock.
+All decisions run on one event loop, one after the other. The effects of a decision are carried out in order before the
+next report is read. If an input cannot be journaled, or an effect fails, the service ends, since the state in memory
+has changed but streams and events have not. The process may be killed between any two effects; see `journal.py`. After
+a restart, the service's clock continues from the time of the last decision in the journal, independent of the machine's
+clock.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: Number of directives kept in the stream, for debugging: a trainer reads each directive at once.
+#: Number of directives kept in the stream, for debugging only: a trainer reads each directive when it arrives.
 _DIRECTIVES_KEPT: Final = 64
-#: Idle time after which a drained engine is removed. It is longer than the interval at which actors learn that the
-#: engine gets no work (`REFRESH_S`).
+#: Seconds without work after which a drained engine is removed: more than the interval (`REFRESH_S`) at which actors
+#: learn that the engine must get no work.
 _IDLE_S: Final = 2.0
-#: Silence after which the launcher is considered gone; it polls the status twice a second.
+#: Seconds without a request from the launcher after which it is considered gone; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-#: A count that reads all entries of any stream.
+#: A `count` that is large enough to read all entries of any stream.
 _ALL: Final = 2**31
 
 
@@ -93,12 +94,12 @@ _ALL: Final = 2**31
 _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspended", End.FAILED: "run_failed"}
 
 
-#: Exceptions that `Controller.decide` may raise halfway if a report's numbers are inconsistent.
+#: Exceptions that `Controller.decide` may raise in the middle of a decision if a report's numbers are inconsistent.
 _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class Start(StrEnum):
-    """The source of a controller's initial state."""
+    """The source of a controller's initial state: the state that it is given, or the journal of its predecessor."""
 
     AFRESH = "afresh"
     """The given state: of a new run, or of a run resumed from a checkpoint."""
@@ -107,10 +108,10 @@ class Start(StrEnum):
 
 
 class EngineProbe(Protocol):
-    """Requests an engine's load; implemented by `EngineClient`."""
+    """Interface for requesting an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics. Raises ContractError if it rejects this, PipelineError if it does not answer."""
+        """Return the engine's metrics. Raises ContractError if the engine refuses, PipelineError if unreachable."""
         ...
 
 
@@ -153,8 +154,8 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # as if the launcher had just polled: allow time for its first poll
-        self._ahead = 0.0  # seconds to add to the machine's monotonic clock
+        self._launcher_at = clock()  # allows the launcher time for its first poll
+        self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
@@ -190,7 +191,7 @@ class ControllerService:
             raise RunFailed(failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
-        """Decide on one input, carry out the decision and return its effects; calls never overlap.
+        """Let the controller decide on one input, carry out the effects and return them; concurrent calls take turns.
 
         Raises the errors of `Controller.decide`, and RecordError for a report on which no decision is possible.
         """
@@ -209,7 +210,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the decision's effects. If a report breaks the decision, restore the state and raise RecordError."""
+        """Decide on an input; return the effects. If a report makes this fail, restore the state, raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
@@ -273,7 +274,7 @@ class ControllerService:
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue a dead controller's run: replay the journal, and carry out the last decision's effects again."""
+        """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
         self._journal = journal
         self._ahead = found.now - self._clock()
         self.controller.state = found.state
@@ -348,7 +349,7 @@ class ControllerService:
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
-        """Restore the state from the journal after a decision failed halfway; return False if entries are missing."""
+        """Restore the state from the journal after a decision raised an error; return False if entries are missing."""
         found = await Journal.recover(self._stream)
         if found is None:
             return False
@@ -371,10 +372,10 @@ class ControllerService:
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
-        """Reissue what the stream server may have lost, then complete the journal by a snapshot."""
-        # If the controller dies in between, its successor finds an incomplete journal and begins from the checkpoint;
-        # with the reverse order it would overlook the loss. A controller that was replaced by another one is fenced
-        # here.
+        """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
+        # The snapshot comes last: a controller that dies before it leaves an incomplete journal, so its successor
+        # begins from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller
+        # that was replaced by another one is fenced by this snapshot.
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
@@ -403,7 +404,7 @@ class ControllerService:
         self._asked.discard(url)
 
     def _engine(self, url: str) -> EngineRecord:
-        """Return the engine's current record, which may have changed while the poll was in flight."""
+        """Return the engine's record as it is now: it may have changed while the poll was in flight."""
         return self.controller.state.fleet.by_url[url]
 
     def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
@@ -429,7 +430,7 @@ class ControllerService:
 
     def _record_loads(self) -> None:
         loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
-        if loads and not self.finished.is_set():  # after the end, nothing may follow the run's last event
+        if loads and not self.finished.is_set():  # no event may follow the run's last event
             self._record(
                 "engines",
                 {
@@ -451,7 +452,7 @@ class ControllerService:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                # Only the first append of an epoch has an effect.
+                # Announce the epoch; repeated appends with the same id have no effect.
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
@@ -493,7 +494,7 @@ class ControllerService:
         return self._clock() - self._started
 
 
-#: Maximum number of verifier services, since every actor receives the whole list each second.
+#: Maximum number of verifier services; limited because every actor receives the whole list each second.
 MOST_SERVICES: Final = 256
 
 
@@ -506,7 +507,7 @@ class VerifierLeases:
         self._leases: dict[str, tuple[VerifierLease, float]] = {}
 
     def offer(self, lease: VerifierLease) -> bool:
-        """Add a service or renew its lease; return False if there are already `MOST_SERVICES` other services."""
+        """Add a verifier service or renew its lease; return False if there are `MOST_SERVICES` other services."""
         if lease.url not in self._leases:
             if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
                 return False
@@ -515,12 +516,12 @@ class VerifierLeases:
         return True
 
     def withdraw(self, url: str) -> None:
-        """Remove a service; unknown services are ignored."""
+        """Remove a verifier service; an unknown service is ignored."""
         if self._leases.pop(url, None) is not None:
             log.info("the verifier service at %s leaves", url)
 
     def current(self) -> tuple[VerifierLease, ...]:
-        """Return the services that may be used now, and drop expired ones."""
+        """Drop expired verifier services, and return those that may be used now."""
         now = self._clock()
         for url in [url for url, (_, until) in self._leases.items() if now >= until]:
             del self._leases[url]

@@ -1,1 +1,1 @@
-"""The controller's state, its inputs and its effects: plain values, without decisions or input/output."""
+"""The controller's state, inputs and effects: plain values that contain no decisions and do no I/O."""

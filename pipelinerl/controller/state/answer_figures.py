@@ -1,4 +1,4 @@
-"""Figures of the answers to held-out problems: in total, by domain and by tag. Pure.
+"""Metrics of the answers to held-out problems: in total, by domain and by tag. Pure functions.
 
     pass@k   probability that at least one of k samples is correct     unbiased (`pass_at_k`)
     maj@k    probability that the majority answer of k samples is      unbiased: mean over the n − k + 1 windows of k
@@ -22,9 +22,9 @@ import numpy as np
 from pipelinerl import rng
 from pipelinerl.messages import EvaluationDone
 
-#: The most tags that get their own figures; the tags with the most problems are chosen.
+#: The most tags that get metrics of their own; the tags with the most problems are chosen.
 MOST_TAGS: Final = 24
-#: The smallest k of maj@k. With two samples the first answer wins every tie, so the majority equals the first sample.
+#: The smallest k for maj@k. With k = 2 the first answer wins every tie, so the majority is always the first sample.
 LEAST_MAJORITY: Final = 3
 
 
@@ -41,7 +41,7 @@ class PassAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFigures:
-    """Figures of the answers to a set of problems.
+    """Metrics of the answers to a set of problems.
 
     Attributes:
         problems: number of problems with a verdict on at least one sample.
@@ -64,7 +64,7 @@ class AnswerFigures:
 
 
 def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> AnswerFigures:
-    """Compute the figures of `answers`; confidence intervals are drawn from `seed`."""
+    """Compute the metrics of `answers`; `seed` determines the bootstrap intervals."""
     ks = tuple(pass_at)
     judged = [answer for answer in answers if answer.judged]
     accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
@@ -86,7 +86,7 @@ def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], see
 def figures_by_domain(
     answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int
 ) -> dict[str, AnswerFigures]:
-    """Compute the figures of each domain, by name."""
+    """Compute the metrics of the answers in each domain; return them by the domain's name."""
     groups: dict[str, list[EvaluationDone]] = {}
     for answer in answers:
         groups.setdefault(answer.domain, []).append(answer)
@@ -94,7 +94,7 @@ def figures_by_domain(
 
 
 def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> dict[str, AnswerFigures]:
-    """Compute the figures of each tag, by name, for the `MOST_TAGS` tags with the most problems."""
+    """Compute the metrics of each tag, for the `MOST_TAGS` tags with the most problems; return them by tag."""
     groups: dict[str, list[EvaluationDone]] = {}
     for answer in answers:
         for tag in sorted(set(answer.tags)):
@@ -177,8 +177,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def estimate(values: Sequence[float], *, seed: int) -> Estimate:
     """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
 
-    Wilson's interval if every value is 0 or 1, otherwise a percentile bootstrap over problems (Efron 1979). Equal
-    values, which have no spread, also get Wilson's: conservative, since a proportion varies the most.
+    The interval is Wilson's if every value is 0 or 1, otherwise a percentile bootstrap over problems (Efron 1979). If
+    all values are equal, the bootstrap would have zero width, so Wilson's interval is used; it is conservative, since
+    of all values in [0, 1] with a given mean, zeros and ones have the largest variance.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0
@@ -201,7 +202,7 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals."""
-    # Draw how often each of the few distinct values occurs, instead of each problem: the same distribution, but faster.
+    # Instead of resampling problems, draw how often each distinct value occurs: the same distribution, but faster.
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)
     low, high = np.quantile(drawn @ levels / len(values), (0.025, 0.975))

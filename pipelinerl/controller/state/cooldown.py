@@ -1,13 +1,14 @@
-"""`Cooldown`: skips solved problems for a while, so that steps go to problems that still teach something. Pure.
+"""`Cooldown`: skips solved problems for a while, so that training uses problems with a learning signal. Pure.
 
-    all answers of a group correct ─▶ noted ─▶ `times` such groups ─▶ the problem rests ─▶ skipped on its next `epochs`
+    all answers of a group correct ─▶ noted ─▶ `times` such groups ─▶ the problem rests: skipped on its next `epochs`
     turns, or until `steps` steps have passed ─▶ issued again
 
 Each problem has one turn per epoch of its data set. The turn of a skipped problem goes to the next problem of the same
 domain, so quotas stay exact and no other problem of an epoch is left out. At most `MOST_PASSED` problems are skipped
-for one order; then a resting problem is issued. A reissued order has the same problem again: `passed` records, for each
-order that skipped problems, how many turns its domain has skipped in total from this order on. open-instruct's
-`no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after sampling.
+for one prompt order; after that a resting problem is issued. A reissued order must have the same problem again.
+Therefore `passed` records each order that skipped problems, with the total number of turns that its domain had skipped
+by then. open-instruct's `no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their
+groups after sampling.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from pipelinerl.types import Problem
 
-#: The most problems that are skipped to find the problem of one prompt order.
+#: The most resting problems that are skipped in search of a problem for one prompt order.
 MOST_PASSED: Final = 1000
 
 #: By domain, the prompt orders whose answers were all correct, each with the id of its problem.
@@ -29,7 +30,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """Rule of a domain: after `times` groups of only right answers, a problem rests for `epochs` turns or `steps`."""
+    """A domain's rule: after `times` groups of only correct answers, a problem rests for `epochs` turns or `steps`."""
 
     epochs: int = 0
     steps: int = 0
@@ -37,7 +38,7 @@ class CooldownRule:
 
     @property
     def rests(self) -> bool:
-        """True if the rule makes any problems rest."""
+        """True if the rule lets problems rest, False if it disables the cooldown."""
         return self.epochs > 0 or self.steps > 0
 
 
@@ -98,7 +99,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Record groups whose answers were all correct, and end rests that are over."""
+        """Record groups whose answers were all correct, and end the cooldown of problems whose rest is over."""
         # Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
@@ -139,7 +140,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
-        """Return each domain's number of resting problems, and the number of turns skipped since the last call."""
+        """Return by domain the number of resting problems, and the number of turns skipped since the last call."""
         figures = {}
         for domain, own in self.domains.items():
             figures[domain] = {"resting": float(len(own.resting)), "passed_over": float(own.passed_since)}

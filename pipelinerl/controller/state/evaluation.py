@@ -1,9 +1,10 @@
 """One evaluation: n samples for each problem of one or more sets, optionally pinned to one model version.
 
-An answer consists of all n samples of a problem. With a pin, it counts only if its version spans show that every token
-was sampled from the pinned version; otherwise it is discarded whole and requested again with the same seed. A sample is
-a function of seed and weights, so retries do not favour short or lucky answers. Failed problems are retried in the same
-way. Problems that end without an answer are reported, since long answers fail most often.
+An answer consists of all n samples of a problem. In a pinned evaluation, an answer counts only if every token was
+sampled from the pinned version, as its version spans show; otherwise the whole answer is discarded and requested again
+with the same seed. A sample is a function of seed and weights, so retries do not favour short or lucky answers. Failed
+problems are also retried with the same seed. The number of problems that end without an answer is reported, since long
+answers fail most often.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipelinerl.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set of held-out problems that is evaluated together, and how it is sampled; `temperature` 0 is greedy.
+    """A set of held-out problems that are evaluated together, and their sampling settings; `temperature` 0 is greedy.
 
     Attributes:
         place: position among the recipe's sets; decisions of the run depend on the set at position 0.
@@ -50,7 +51,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """The sets of an evaluation and how they are sampled.
+    """The sets of held-out problems in an evaluation, with limits on its duration and retries.
 
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
@@ -69,11 +70,11 @@ class EvaluationPlan:
 
     @property
     def problems(self) -> int:
-        """The number of problems of all sets."""
+        """The total number of problems in all sets."""
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set of question `index` (below `problems`), and the index of its problem within that set."""
+        """Return the set to which question `index` (below `problems`) belongs, and its problem's index in that set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -102,15 +103,15 @@ class EvaluationResult:
     Attributes:
         accuracy: mean over problems of the share of correct samples (pass@1). Accuracy and its interval are None if
             no problem was judged.
-        at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this figure: when
-            answers are missing, `accuracy` gives quick answers too much weight.
+        at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this value, because
+            `accuracy` is biased towards quick answers when answers are missing.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
         one_version: True if the pin ensured that every token was sampled by `model_version`.
         pin, engine: the pin mode, and the engine that answered alone, if one did.
         steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
-        by_domain, by_tag: the same figures for each domain, and for each of the tags with the most problems; tags
-            have no pass@k and maj@k.
+        by_domain, by_tag: the metrics of each domain, and of each of the tags with the most problems; tags have no
+            pass@k and maj@k.
     """
 
     model_version: int
@@ -143,7 +144,7 @@ class EvaluationResult:
 
     @property
     def without_groups(self) -> EvaluationResult:
-        """This result without the figures by domain and tag, to save memory: a run may have thousands of results."""
+        """Return a copy without the metrics by domain and tag, to save memory: a run may have thousands of results."""
         return replace(self, by_domain={}, by_tag={})
 
 
@@ -152,8 +153,8 @@ class EvaluationResult:
 class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
-    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. An abandoned
-    evaluation of the same version has another `number`, so its late answers can be distinguished.
+    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. Every evaluation has
+    its own `number`, so late answers of an abandoned evaluation of the same version can be recognised.
     """
 
     model_version: int
@@ -177,7 +178,7 @@ class Evaluation:
 
     @property
     def problems(self) -> int:
-        """The number of problems."""
+        """The total number of problems in the evaluation."""
         return self.plan.problems
 
     @property
@@ -195,7 +196,7 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index` (None: it failed) unless it has one; return True if it must be reissued."""
+        """Add the answer to problem `index` (None: it failed) unless it has one; return True to have it reissued."""
         self.heard_at = now
         if index in self.answers:
             return False
@@ -217,7 +218,7 @@ class Evaluation:
         return list(range(first, self.next_index))
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
-        """Return each set's figures so far; `version` is the trainer's, and `seed` determines bootstrap intervals."""
+        """Return each set's result so far; `version` is the trainer's, and `seed` determines bootstrap intervals."""
         seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
         for asked in self.plan.sets:
@@ -272,7 +273,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
-    """Return a function that builds the samples of a report's answers; it reads no state, so any thread may call it."""
+    """Return a function that builds log samples from a report's answers. It reads no state; any thread may call it."""
     version = report.newest_version if current is None else current.model_version
     asked = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if asked and current is not None else ""

@@ -1,7 +1,7 @@
-"""The engines of a run as the controller sees them: membership, loaded weights, and eligibility for work.
+"""The engines of a run as the controller knows them: membership, loaded weights, and eligibility for work.
 
-    joining ──weights, then proof──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
-       ▲ ◀──answers── dirty ◀── an update or the proof failed     └─misses a poll─▲
+    joining ──weights, then canary──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
+       ▲ ◀──answers── dirty ◀── an update or the canary failed  └─misses a poll─▲
        └── new incarnation, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
 
 | event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
@@ -21,18 +21,19 @@
 | `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
 | `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
 
-Only healthy engines are given work. The only way to become healthy is `on_published`, then `on_verified` of the same
-version: the engine must prove that it computes the same log-probs as the trainer (the canary). An engine that fails
-this proof stays dirty until there is a newer version, as long as other engines serve.
+Only healthy engines are given work. To become healthy, an engine needs `on_published` and then `on_verified` for the
+same version: it must load the weights and pass the canary check, which compares its log-probs with the trainer's. An
+engine that fails the check stays dirty until there is a newer version, as long as other engines serve.
 
-The membership number grows whenever the set of engines that a publication must reach changes, since a process group
-cannot lose or gain a rank. A report about an older membership says nothing about engines that joined later.
+The membership number grows whenever the set of engines that a publication must reach changes, since the ranks of a
+process group cannot change. A report about an older membership says nothing about engines that joined later.
 
-An engine expelled for failures is readmitted after a rest, which doubles with each expulsion, if time may fix its
-failure. If processes at an address keep dying unproven, new ones are admitted at doubling intervals (`offer_wait_s`).
+An engine expelled for failures that may be temporary is readmitted after a waiting time (its rest), which doubles with
+each expulsion. If processes at an address keep dying before they pass the canary check, the wait until the next process
+is admitted doubles each time (`offer_wait_s`).
 
-A healthy engine may be pinned for a while: it keeps its weights, and serves only requests that name it. Any event that
-ends the states healthy and suspect also ends the pin. A released engine rejoins unless its weights are the newest.
+A healthy engine may be pinned for an evaluation: it keeps its weights, and serves only requests that name it. The pin
+ends when the engine leaves the states healthy and suspect. A released engine rejoins unless its weights are the newest.
 """
 
 from __future__ import annotations
@@ -72,16 +73,16 @@ class EngineLifecycle(StrEnum):
         )
 
 
-#: States of engines whose weights were proven and receive each update.
+#: States of engines that passed the canary check and receive each update.
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 #: States of engines that get no new work and may finish their current work.
 _FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
 
-#: If two processes in a row died at an address before they proved any weights, the next process waits this long
-#: (seconds) before it is admitted. Each further death doubles the wait, up to the longest.
+#: Seconds before another process is admitted at an address where two processes in a row died before passing the canary
+#: check. Each further death doubles the wait, up to the longest.
 _FIRST_WAIT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 60.0
-#: Seconds for which an engine expelled for failures must rest; each expulsion doubles the time, up to the longest.
+#: Seconds until an engine expelled for failures may return; each expulsion doubles the time, up to the longest.
 _FIRST_REST_S: Final = 30.0
 _LONGEST_REST_S: Final = 600.0
 
@@ -100,15 +101,14 @@ class EngineRecord:
     Attributes:
         incarnation: identifies a lifetime of the process; like name and type, empty if only an operator named it.
         joined_at: number of the first membership that includes the engine.
-        loaded: the version last published to it in this epoch; −1 if none.
+        loaded: the version last published to the engine in this epoch; −1 if none.
         refused: the version for which it last failed the canary check; this version is not published to it again
             while other engines serve.
         failed_updates, failed_checks: failures since it last passed the canary check. No answer to the check counts
             as a failed update.
-        unproven_lives: consecutive earlier incarnations that ended without passing one.
+        unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
         expulsions: how often it was expelled for failures since it last passed the canary check.
-        returns_at: when it may return; the wait begins when it first answers after the failure. 0 before that
-            answer.
+        returns_at: when it may return; the wait begins at its first answer after the failure. 0 before that answer.
         to_stop: True if an operator removed it, so its launcher may end its process.
         refuses: True if it was expelled for a cause that retries cannot fix; a new incarnation may have fixed it.
         pinned: True if it is excluded from publications and from regular work.
@@ -173,7 +173,7 @@ class Fleet:
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
-        """Return the engines that count as capacity: healthy engines, and suspect engines, which may answer again."""
+        """Return the engines that count as capacity: healthy ones, and suspect ones, which may answer again."""
         return self._in(*_VERIFIED)
 
     def pinned(self) -> list[str]:
@@ -189,7 +189,7 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version that engines with proven weights sample from; None if there are no such engines."""
+        """Return the oldest version among engines that passed the canary check; None if there are no such engines."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
@@ -201,14 +201,14 @@ class Fleet:
     # --- coming ----------------------------------------------------------------------------------------------------
 
     def is_known(self, url: str, incarnation: str, *, name: str, type: str, now: float) -> bool:
-        """Return True if `join` would change nothing: the same incarnation is known, with the same name and type."""
+        """Return True if this incarnation is known with this name and type, so that `join` would change nothing."""
         known = self.by_url.get(url)
         if known is None or (known.incarnation, known.name, known.type) != (incarnation, name, type):
             return False
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new incarnation must wait because earlier ones at its address died unproven."""
+        """Return the seconds that a new incarnation must wait, as earlier ones there died before the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -256,7 +256,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Readmit an expelled engine that offers itself after its rest, which begins with its first offer."""
+        """Return True and readmit an expelled engine, if its rest, which began with its first offer, is over."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -269,7 +269,7 @@ class Fleet:
         return True
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of a new trainer: no engine has its weights, and the process group is formed again."""
+        """Begin the epoch of a new trainer: no engine has this trainer's weights, and a new process group is formed."""
         for url, record in list(self.by_url.items()):
             self._change(url, refused=-1)
             if record.lifecycle in (EngineLifecycle.JOINING, *_VERIFIED):
@@ -281,8 +281,9 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine has loaded `version` from a publication to `membership`."""
-        # Failures still count until the engine passes the canary check: it might take weights but never answer a check.
+        """Record that the engine has loaded `version`, which was published to the engines of `membership`."""
+        # Do not reset the failure counts before the canary check: an engine might take weights but never answer a
+        # check.
         if self._was_member(url, membership):
             self._change(url, loaded=version)
 
@@ -290,7 +291,8 @@ class Fleet:
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
         """Record a failed update: mark the engine dirty, or expel it after too many failures or a permanent one."""
-        # A dirty engine is retried only after it answers a poll: retrying a dead one would disturb the process group.
+        # A dirty engine is retried only after it answers a poll: a dead engine in the process group would stall the
+        # others.
         if not self._was_member(url, membership):
             return False
         failures, lasts = self.by_url[url].failed_updates + 1, persistence is Persistence.PERMANENT
@@ -302,7 +304,7 @@ class Fleet:
         return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
-        """Record that the engine computes the trainer's log-probs with `version`."""
+        """Record that the engine passed the canary check: with `version`, its log-probs match the trainer's."""
         record = self.by_url.get(url)
         if record is None or not self._was_member(url, membership):
             return False
@@ -322,7 +324,7 @@ class Fleet:
         return True
 
     def canary_failed(self, url: str, version: int, reason: str, *, membership: int) -> bool:
-        """Record that the engine has loaded `version` but does not compute the trainer's log-probs with it."""
+        """Record a failed canary check: the engine loaded `version`, but its log-probs differ from the trainer's."""
         record = self.by_url.get(url)
         if record is None or not self._was_member(url, membership) or record.lifecycle is not EngineLifecycle.JOINING:
             return False
@@ -337,7 +339,7 @@ class Fleet:
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Unpin the engine; it serves at once if it has `version`, the newest, or otherwise after receiving it."""
+        """Unpin the engine. It gets work immediately if it has the newest `version`, else after receiving that."""
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -374,7 +376,7 @@ class Fleet:
         return True
 
     def _retry_is_due(self, url: str, *, now: float) -> bool:
-        """Return True if a failed engine may be retried; its wait begins when it first answers after the failure."""
+        """Return True if a failed engine may be retried; its wait begins at the first answer after the failure."""
         record = self.by_url[url]
         setbacks = record.failed_updates + record.unproven_lives
         if record.proven or setbacks < 2:
@@ -388,7 +390,7 @@ class Fleet:
         return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:
-        """Record that an engine's process lost its weights, for example by a restart: the engine rejoins."""
+        """Record that the engine's process lost its weights, for example by a restart; the engine must rejoin."""
         record = self.by_url.get(url)
         if record is None or record.loaded < 0:
             return False
@@ -453,7 +455,7 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """Handle a member that died or lost its weights; a draining engine has also lost its work and is expelled."""
+        """Change the state of a member that died or lost its weights to `becomes`, or expel it if it was draining."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

@@ -16,7 +16,7 @@ from pipelinerl.types import PromptOrder
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=True):
-    """Base of every input; the tag is the class's name."""
+    """Base class of all inputs; a journaled input is tagged with its class's name."""
 
     now: float
 
@@ -29,7 +29,7 @@ class ReportReceived(Input, frozen=True):
 
 
 class KnobsPatched(Input, frozen=True):
-    """A user changes knobs; `time` is wall-clock time, for the knob log."""
+    """The user `who` changes knobs; `time` is wall-clock time, for the knob log."""
 
     changes: dict[str, Any]
     who: str
@@ -97,7 +97,7 @@ class EngineDrainAsked(Input, frozen=True):
 
 
 class EngineRemoved(Input, frozen=True):
-    """An operator removes an engine at once: by URL, or by the name under which it was requested."""
+    """An operator removes an engine immediately: by URL, or by the name under which it was requested."""
 
     engine: str
 
@@ -121,7 +121,7 @@ class SuspendAsked(Input, frozen=True):
 
 
 class Ticked(Input, frozen=True):
-    """Time has passed."""
+    """A regular tick of the clock, so that the controller can react to the passing of time."""
 
 
 class StreamsLost(Input, frozen=True):
@@ -145,21 +145,21 @@ AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | S
 
 @dataclass(frozen=True, slots=True)
 class IssuePrompts:
-    """Append these orders to the prompt stream."""
+    """Effect: append these orders to the prompt stream, from which actors read."""
 
     orders: list[PromptOrder]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Append this directive to the directive stream."""
+    """Effect: append this directive to the directive stream, from which the trainer reads."""
 
     directive: Directive
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write an event."""
+    """Effect: write an event to the run's event log."""
 
     kind: str
     fields: dict[str, Any]
@@ -177,7 +177,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the run."""
+    """Effect: end the run."""
 
     reason: str
     end: End = End.COMPLETED

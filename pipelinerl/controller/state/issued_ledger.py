@@ -1,7 +1,8 @@
 """The controller's ledger: every issued prompt order is trained, filtered, stale, failed or in flight.
 
-The trainer's account (frontier and counts) is authoritative for the orders that it consumed, since it is part of the
-trainer's checkpoint. The controller adds which orders it issued and which of them failed. `check` enforces the balance.
+The trainer's account is authoritative for the orders that it consumed, since it is part of the trainer's checkpoint; it
+holds a frontier, below which all orders have ended, and counts. The controller adds which orders it issued and which of
+them failed. `check` raises an error if issued and ended orders do not balance.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipelinerl.types import IssuedAt, PromptOrder
 
 
 class SentOrder(NamedTuple):
-    """The number of rollouts of an order in flight, and when it was issued last."""
+    """An order in flight: its number of rollouts, and the epoch and version at which it was last issued."""
 
     rollouts: int
     issued_at: IssuedAt
@@ -27,7 +28,7 @@ class SentOrder(NamedTuple):
 @final
 @dataclass(slots=True)
 class IssuedLedger:
-    """Prompt orders by index; `cursor` is the lowest index that was never issued."""
+    """Accounts for all prompt orders by index; `cursor` is the lowest index that was never issued."""
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)
@@ -54,16 +55,16 @@ class IssuedLedger:
 
     @property
     def unsettled(self) -> list[int]:
-        """Failed orders that are missing in the trainer's account so far; ascending."""
+        """Failed orders that the trainer's account does not include yet, ascending."""
         return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
-        """Orders given up as stale that are missing in the trainer's account so far; ascending."""
+        """Orders given up as stale that the trainer's account does not include yet, ascending."""
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
-        """Return the rollouts of all orders in flight; an order that an earlier trainer consumed has `group_size`."""
+        """Return the number of rollouts of all orders in flight; orders of unknown size count as `group_size`."""
         known = sum(each.rollouts for each in self.sent.values())
         return known + (self.in_flight - len(self.sent)) * group_size
 
@@ -83,16 +84,16 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as failed. Reissue it instead if it was withdrawn; do nothing if it was reissued already."""
+        """End the order as failed. If it was withdrawn, reissue it instead; if it was reissued already, do nothing."""
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order without a group, as stale, with the same exceptions as `fail`."""
+        """End the order as stale, without a group. Like `fail`, reissue withdrawn orders and ignore reissued ones."""
         self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
         """Replace the trainer's account by a newer one, which overrides reports of failed orders."""
-        # After a resume, it may include orders issued after the checkpoint, since their groups were still in the
+        # After a resume, the account may include orders issued after the checkpoint: their groups were still in the
         # stream.
         self.consumed = consumed
         known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
@@ -123,7 +124,7 @@ class IssuedLedger:
             )
 
     def to_record(self) -> dict[str, Any]:
-        """Return plain values for a snapshot."""
+        """Return the ledger as plain values, for a snapshot."""
         return {
             "cursor": self.cursor,
             "failed": sorted(self.failed),
@@ -144,7 +145,7 @@ class IssuedLedger:
         return account
 
     def ledger(self) -> dict[str, int]:
-        """Return the balance: the number of orders by outcome."""
+        """Return the number of orders by outcome."""
         return {
             "issued": self.cursor - len(self.reissue),
             "trained": self.consumed.trained,
@@ -156,7 +157,7 @@ class IssuedLedger:
 
     def _open(self, indices: Iterable[int]) -> list[int]:
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
-        # Same as calling `has_ended` for each index, but faster.
+        # The result is the same as with `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]
 
     def _end(self, index: int, fate: set[int], issued_at: tuple[int, int] | None) -> None:
@@ -170,9 +171,9 @@ class IssuedLedger:
             self.sent.pop(index, None)
 
 
-#: Half-life of the counts, in orders.
+#: Half-life of the decayed counts of trained and filtered orders, in orders.
 HALF_LIFE: Final = 128.0
-#: Weight of the initial estimate that nothing is filtered, in orders.
+#: Weight, in orders, of the initial estimate that no order is filtered.
 PRIOR: Final = 8.0
 
 

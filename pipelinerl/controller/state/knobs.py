@@ -1,7 +1,7 @@
 """The knobs of a live run: validated as a whole, changed by patches, and logged with time and author.
 
-A change is accepted at once and takes effect at the next step boundary. The log is append-only and part of a snapshot.
-A resumed run begins with the knobs of its recipe, and then applies the live changes in the log.
+A change is accepted immediately and takes effect at the next step boundary. The log is append-only and part of a
+snapshot. A resumed run begins with the knobs of its recipe, and then applies the live changes in the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
 _LIMITS: Final = ("engines_min", "engines_max")
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
-#: The largest value of every knob, except that k may be infinite: the journal and all streams can encode it.
+#: The largest value of any knob (except k, which may be infinite), so that the journal and streams can encode it.
 LARGEST: Final = 2**31 - 1
 #: The largest number of engines of one type.
 MOST_ENGINES: Final = 4096
@@ -30,7 +30,7 @@ MOST_ENGINES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Settings that may change while the run is live; from `group_sizes` on, fixed values for validation only."""
+    """Settings that may change while the run is live. `group_sizes` and later fields are fixed, for validation."""
 
     j: int
     k: float
@@ -121,7 +121,8 @@ class Knobs:
         """Return these knobs with `changes` applied, validated as a whole.
 
         `preset` sets j and k together; k may be the string `inf`. `domain_weights.<domain>` sets one weight, a table
-        `domain_weights` those that it lists. Raises RecipeError if a knob or a type is wrong, or they cannot run.
+        `domain_weights` several. Raises RecipeError for an unknown knob or a wrong type, or if a run cannot use these
+        values.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
@@ -196,7 +197,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
         number = float(value)
         if isinstance(value, str) and math.isinf(number) and "inf" not in value.lower():
-            number = math.nan  # reject 1e999: it is a typo, and read as infinity it would remove the bound
+            number = math.nan  # reject 1e999, a typo that Python reads as infinity
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):

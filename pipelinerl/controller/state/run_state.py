@@ -1,7 +1,7 @@
 """`RunState`: everything the controller knows, as one value that can be stored and restored; `ControllerSettings`.
 
-It is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues. A
-checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
+The state is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues.
+A checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ElasticRule:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of one interval, as shares; `ElasticRule` has the thresholds."""
+    """Measurements of one interval for automatic scaling, as shares (0 to 1); `ElasticRule` has the thresholds."""
 
     waiting: float
     occupancy: float
@@ -66,7 +66,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class ElasticMemory(msgspec.Struct, kw_only=True):
-    """Measurements of the current interval, and the memory of earlier verdicts and changes."""
+    """State of automatic scaling: measurements of the current interval, and what earlier intervals suggested."""
 
     began: float | None = None
     """Start of the current interval; None before the first poll and after a change."""
@@ -92,7 +92,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the current interval's figures and begin a new interval; None until it has ended and had a step."""
+        """Return the interval's measurements and begin a new interval; None until it has ended and had a step."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -120,7 +120,7 @@ NOWHERE: Final = 2**16
 
 
 class RunPhase(StrEnum):
-    """Phase of a run."""
+    """Phase of a run: starting, training, finishing (last evaluation) or finished."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -153,7 +153,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, directive: Directive, version: int) -> Self:
-        """Return the publication that `directive` orders while the trainer's version is `version`."""
+        """Return a record of the publication that `directive` orders when the trainer is at `version`."""
         return cls(
             directive=directive.answers,
             version=version,
@@ -199,14 +199,14 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Raise the version of all unreported publications to `version`."""
-        # Weights do not change during a publication: one that is unreported at a step has at least the weights of this
-        # step.
+        """Set the version of all publications that are not reported yet to `version`, that of the newest step."""
+        # Weights do not change during a publication, so a publication unreported at a step has at least this step's
+        # weights.
         for each in self.publications:
             each.version = each.version if each.reported else version
 
     def note_published(self, report: Published) -> None:
-        """Record a reported publication. Earlier publications have ended too, since they are made in order."""
+        """Record that a publication was reported. Publications are made in order, so earlier ones have ended, too."""
         self.last_publish = report
         names = [each.directive for each in self.publications if not each.reported]
         if report.directive in names:
@@ -227,19 +227,19 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """Results, oldest first; only the latest of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
-        """Add a result, and drop the figures by domain and tag of the set's previous result."""
+        """Add a result, and drop the metrics by domain and tag from the previous result of the same set."""
         of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
         if of_it:
             self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
-        """Update the positions of sets from the recipe, which may have been edited; removed sets get `NOWHERE`."""
+        """Update the positions of evaluation sets from a recipe that may have changed; removed sets get `NOWHERE`."""
         self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """The reason why the run cannot continue, and the symptoms that may become a reason; `giving_up.py` decides."""
+    """Why the run cannot continue, and symptoms that may lead to that; `giving_up.py` decides."""
 
     reason: str = ""
     """The reason for ending the run; empty while it continues."""
@@ -267,7 +267,7 @@ class Watchdog(msgspec.Struct, kw_only=True):
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest figures by domain and tag, and the data of the alarms."""
+    """The newest metrics by domain and tag, and the data from which alarms are raised."""
 
     by_domain: dict[str, dict[str, float]] = {}
     by_tag: dict[str, dict[str, float]] = {}
@@ -335,7 +335,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """Start a new quota window at the next unissued order, if the number of groups per step has changed."""
+        """If the number of groups per step has changed, start a new quota window at the next unissued order."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
@@ -343,7 +343,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
     def follow_loaded(self, loaded: int) -> None:
         """Record that orders are sampled with version `loaded` or newer from now on; drop entries of ended orders."""
-        # The first entry applies to all orders: a trainer has just begun, and all orders in flight are issued again.
+        # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
             self.loaded_from = [*(each for each in self.loaded_from if each[0] < since), (since, loaded)]
@@ -360,7 +360,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
-        """Restrict the weights to the current domains, since the recipe may have been edited."""
+        """Restrict domain weights to the current domains, since the recipe may have been edited."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
 
     def checkpoint_record(self) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class RunState(msgspec.Struct, kw_only=True):
         """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
         The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
-        mixture with which their problems were first drawn. Raises RecipeError if these knobs cannot run together.
+        mixture with which their problems were first drawn. Raises RecipeError if no run can use these knobs together.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs
@@ -406,7 +406,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.resumed_account = dict(record["account"])
 
 
-#: Numbers of recent steps, and of first entropies, that are kept for the alarms.
+#: Numbers of recent steps, and of entropies of the first steps, that are kept for the alarms.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
@@ -421,7 +421,7 @@ class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's figures as used by alarms; None if not measured. `right` is a share of the judged rollouts."""
+    """A step's metrics as used by alarms; None if not measured. `right` is the correct share of the judged rollouts."""
 
     step: int
     entropy: float | None = None
@@ -436,7 +436,7 @@ OVERSAMPLED: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """The settings of a recipe that the controller uses."""
+    """Those settings of a recipe that the controller uses."""
 
     seed: int
     steps: int

@@ -1,1 +1,1 @@
-"""Data of the live page, read only from a run's files, in bounded memory. The server is `commands/watch`."""
+"""Data for the live page of a run, read only from the run's files, in bounded memory; `commands/watch` serves it."""

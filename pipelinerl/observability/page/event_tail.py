@@ -1,7 +1,7 @@
 """`EventTail`: incremental reader of an event log that grows or is replaced, in bounded pieces.
 
-It never writes, locks or blocks. An incomplete line is left for the next call; a malformed line is skipped and counted.
-If the file was replaced, or is shorter than what was read, reading starts again at its beginning.
+`EventTail` never writes, locks or blocks. An incomplete line is left for the next call; a malformed line is skipped and
+counted. If the file was replaced, or is shorter than what was read, reading starts again at its beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.observability.events import Event
 
 _PIECE_BYTES: Final = 2**20
-#: A longer line cannot be an event.
+#: Maximum length of a line in bytes; a longer line cannot be an event.
 _MOST_BYTES: Final = 2**25
 
 _DECODER: Final = msgspec.json.Decoder(dict)
@@ -23,7 +23,7 @@ _DECODER: Final = msgspec.json.Decoder(dict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPiece:
-    """Events in log order; `is_new_file` is True if they start a file that replaced another."""
+    """Events in log order; `is_new_file` is True if they are the first of a file that replaced another file."""
 
     events: list[Event]
     is_new_file: bool = False

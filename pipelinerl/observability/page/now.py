@@ -1,7 +1,7 @@
-"""The current state of a run: means of recent steps with intervals, ages, mismatch by cause, waits by cause. Pure.
+"""The current state of a run: means over recent steps with intervals, token ages, mismatch and waits by cause. Pure.
 
-An interval is that of the mean over the window's steps: 1.96 standard errors, with each step weighted by its rollouts.
-The steps of a window are not independent while the model learns fast. The interval is then too wide rather than too
+A mean is taken over a window of recent steps, each weighted by its rollouts; its interval is ±1.96 standard errors.
+While the model learns fast, the steps of a window are not independent. The interval is then too wide rather than too
 narrow, because the trend adds to the deviation. Intervals of accuracies are clipped to [0, 1].
 """
 
@@ -18,7 +18,7 @@ from pipelinerl.observability.events import Event
 from pipelinerl.observability.page.run_view import RunView, sentence
 
 _Z: Final = 1.959964
-#: Figures of a domain that are averaged over its rollouts.
+#: Metrics of a domain that are averaged over its rollouts.
 _MEANS: Final = ("length_mean", "length_p95", "truncated", "all_right", "all_wrong", "unjudged", "turns", "segments")
 _SUMS: Final = (
     "stale_groups",
@@ -38,7 +38,7 @@ Figures = Mapping[str, Any]
 
 
 def overview(view: RunView, *, window: int) -> dict[str, Any]:
-    """Return figures of the last `window` steps and the current state of the run."""
+    """Return the metrics of the last `window` steps and the current state of the run."""
     steps = list(islice(reversed(view.recent), window))[::-1]
     ended = sum(islice(reversed(view.sampled_by), window), Counter[str]())
     return {
@@ -125,7 +125,7 @@ def _of_cause(steps: Sequence[Event], cause: str) -> dict[str, Any]:
     row: dict[str, Any] = {"cause": cause}
     for figure in _OF_CAUSE:
         name = f"mismatch_{cause}_{figure}"
-        if figure == "share":  # a step without this figure has a share of zero
+        if figure == "share":  # a step without this field has a share of zero
             weights = [number(step, "sampled_tokens") or 0.0 for step in steps]
             total = sum(weights)
             parts = zip(steps, weights, strict=True)
@@ -151,7 +151,7 @@ def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
 
 
 def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
-    """Return the window's seconds by activity; verifiers and pauses overlap with the others."""
+    """Return the seconds of the steps by activity; verification and update pauses overlap with other activities."""
     stepping = sum(number(step, "step_s") or 0.0 for step in steps)
     waited = sum(number(step, "wait_s") or 0.0 for step in steps)
     wall = stepping + waited
@@ -183,7 +183,7 @@ def _held_out(name: str, event: Event) -> dict[str, Any]:
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
-    """Return the rollout-weighted mean over steps, with its 95 % interval; None if no step has the figure."""
+    """Return the rollout-weighted mean of the metric `name`, with its 95 % interval; None if no step has it."""
     pairs = [
         (value, weight)
         for each in figures
@@ -206,7 +206,7 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
 
 
 def number(figures: Figures, name: str) -> float | None:
-    """Return a field as float; None unless it is a finite number."""
+    """Return the field `name` as a float; None unless it is a finite number."""
     value = figures.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not -1e300 < value < 1e300:
         return None

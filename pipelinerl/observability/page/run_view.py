@@ -1,7 +1,7 @@
 """`RunView`: a run's current state for a viewer, built from its events one by one in bounded memory.
 
-Feed it every event once, in order. `steps` holds all steps. Of everything else only the newest is kept: chart marks,
-knob changes, evaluations, active alarms, and the latest state of each engine.
+Pass every event to `take` once, in order. `steps` holds all steps. Of all other data only the newest are kept: chart
+marks, knob changes, evaluations, active alarms, and the latest state of each engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.observability.page.step_table import StepTable
 from pipelinerl.observability.run_history import HELD_OUT
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
 
-#: Number of recent steps kept with all figures: 10 MB.
+#: Number of recent steps whose events are kept whole, which takes about 10 MB.
 MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
@@ -57,7 +57,7 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Frequent events, for which only the count since the last step is kept, by kind with their label.
+#: Labels of frequent kinds of events, of which only the count since the last step is kept.
 _COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 
@@ -71,7 +71,7 @@ class RunView:
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
         marks, mark_count: the last marks, and their total number.
         evaluations: the newest of each set. alarms: the active ones. engines: by URL.
-        ended_groups: orders that ended without a step since the last one, by cause.
+        ended_groups: number of orders that ended untrained since the last step, by cause.
     """
 
     steps: StepTable = field(default_factory=StepTable)
@@ -96,7 +96,7 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """The last step taken."""
+        """Number of the last step taken."""
         return self.steps.bounds[1]
 
     @property
@@ -136,7 +136,7 @@ class RunView:
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
-        """Return the marks after the first `number`; all kept marks if there were fewer than `number`."""
+        """Return the chart marks after the first `number`; all kept marks if there have been fewer than `number`."""
         new = self.mark_count - number
         kept = len(self.marks)
         return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))
@@ -224,13 +224,13 @@ class RunView:
 
 
 def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
-    """Return a field as a count; `otherwise` unless it is a non-negative integer."""
+    """Return the field `name` if it is a non-negative integer, `otherwise` if not."""
     value = event.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
 
 
 def sentence(event: Event) -> str:
-    """Describe an event in a few words."""
+    """Describe an event in a few words, for lists of incidents and alarms and for chart marks."""
     changes = event.get("changes")
     if isinstance(changes, Mapping):
         made = ", ".join(f"{name} = {value}" for name, value in changes.items())
@@ -246,6 +246,6 @@ def sentence(event: Event) -> str:
 
 
 def cut(text: object) -> str:
-    """Return the value as text of bounded length."""
+    """Return the value as text, cut to a maximum length."""
     shown = str(text)
     return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"

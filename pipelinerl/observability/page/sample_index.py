@@ -1,8 +1,8 @@
-"""`SampleIndex`: an index of a run's samples by location, with columns to sort and filter by, in bounded memory.
+"""`SampleIndex`: where each sample of a run is stored, with columns to sort and filter by, in bounded memory.
 
 Texts and tokens stay in the files and are read on demand. The newest file is indexed first. A group's permanent name is
-a digest of its kind, step, evaluation set and id, so it is the same in copies of the run. Later samples of a repeated
-step replace earlier ones; samples removed from the log disappear.
+a digest of its kind, step, evaluation set and id, so a link to it also works in a copy of the run. When a step is
+repeated, its new samples replace the earlier ones; samples whose file was removed disappear from the index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bool = NDArray[np.bool_]
 MOST_SAMPLES: Final = 2**21
 _PIECE_BYTES: Final = 2**20
 _MOST_LINE: Final = 2**25
-#: Limit of distinct names (domains, tags, reasons).
+#: Maximum number of distinct names (domains, tags, reasons) in the index.
 _MOST_NAMES: Final = 2**16
 _LARGEST: Final = 2**31 - 1
 _UNKNOWN: Final = -(2**31)
@@ -42,7 +42,7 @@ class _AnswerPart(msgspec.Struct):
 
 
 class _GroupPart(msgspec.Struct):
-    """The indexed fields of a group; its texts are skipped without being decoded."""
+    """Those fields of a group's JSON line that are indexed; the decoder skips all other fields, such as texts."""
 
     kind: SampleKind
     step: int
@@ -74,7 +74,7 @@ class _Rows:
 
     @property
     def all(self) -> NDArray[Any]:
-        """A view of the records, [count]."""
+        """All records, as a view [count] of the array."""
         return self._array[: self.count]
 
     def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -86,7 +86,7 @@ class _Rows:
         self.count += len(rows)
 
     def keep(self, kept: NDArray[Any]) -> None:
-        """Replace all records by these."""
+        """Replace all records by `kept`."""
         self._array, self.count = kept.copy(), len(kept)
 
 
@@ -97,7 +97,7 @@ class _Names:
         self.names: list[Any] = []
 
     def number(self, name: Any) -> int:
-        """Return the number of a name, assigning one if needed; -1 if there are too many."""
+        """Return the number of a name; a new name gets a new number, or -1 if there are too many names."""
         number = self._numbers.get(name)
         if number is None:
             if len(self.names) >= _MOST_NAMES:
@@ -107,13 +107,13 @@ class _Names:
         return number
 
     def known(self, name: Any) -> int:
-        """Return the number of a name; -2, which no name has, if it is unknown."""
+        """Return the number of a name; -2, which is no name's number, if the name is unknown."""
         return self._numbers.get(name, -2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Criteria and order of samples; None matches any."""
+    """Criteria that samples must match, and their order; a criterion of None matches any sample."""
 
     kind: SampleKind | None = None
     domain: str | None = None
@@ -147,7 +147,7 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """One page of the `matched` samples; `after` starts the next page, or is None at the end."""
+    """One page of samples, out of `matched`; `after` is the argument for the next page, None after the last page."""
 
     matched: int
     places: list[SamplePlace]
@@ -176,7 +176,7 @@ class SampleIndex:
 
     @property
     def share(self) -> float:
-        """Share of the log that has been read, 0 to 1."""
+        """Share of the sample files that has been indexed, 0 to 1."""
         return 1.0 - self.unread_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
@@ -222,7 +222,7 @@ class SampleIndex:
         return count
 
     def choose(self, wanted: SampleFilter) -> SampleChoice:
-        """Return the matching samples in order; those without a value to sort by come last."""
+        """Return a page of the matching samples in the wanted order; samples without a value to sort by come last."""
         groups, samples = self._groups.all, self._samples.all
         rows = np.flatnonzero(self._fitting(wanted, groups)[samples["group"]] & self._suiting(wanted, samples))
         owners = samples["group"][rows]
@@ -246,7 +246,7 @@ class SampleIndex:
         return SampleChoice(matched=matched, places=places, after=after)
 
     def group(self, name: str) -> SampleGroup | None:
-        """Read the group of a permanent name from its file; None if the log does not contain it, or no longer does."""
+        """Read the group with a permanent name from its file; None if the log does not, or no longer, contain it."""
         try:
             place = self._by_key.get(int(name, 16)) if len(name) == 16 else None
         except ValueError:
@@ -297,7 +297,7 @@ class SampleIndex:
         return suits
 
     def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
-        """Index one piece; return the next offset, the number of samples, and the bytes of an incomplete last line."""
+        """Index one piece of a file; return the next offset, the number of new samples, and an incomplete last line."""
         piece, data = _PIECE_BYTES, b""
         with path.open("rb") as file:
             while piece <= _MOST_LINE:
@@ -311,7 +311,7 @@ class SampleIndex:
         for line in data[:whole].split(b"\n")[:-1]:
             count += self._add(line, number, at)
             at += len(line) + 1
-        if not whole and piece > _MOST_LINE:  # no sample log has a line of this length, so skip the rest of the file
+        if not whole and piece > _MOST_LINE:  # no sample has a line this long: skip the rest of the file
             return size, 0, 0
         rest = len(data) - whole
         return at, count, rest if offset + len(data) >= size else 0
@@ -352,7 +352,7 @@ class SampleIndex:
         groups["there"] &= groups["file"] != self._files.known(file)
 
     def _make_room(self) -> None:
-        """Keep only the newest samples once there are twice the limit, or half of the groups are gone."""
+        """Drop the oldest samples beyond the limit, once there are twice as many or half of the groups were removed."""
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2
         if len(samples) < 2 * self.most and not gone:
@@ -404,7 +404,7 @@ def _whole(number: int) -> int:
 
 
 def answers_of(choice: SampleChoice, index: SampleIndex) -> Iterator[tuple[SamplePlace, SampleGroup]]:
-    """Yield the chosen samples with their groups, reading each group once; removed groups are left out."""
+    """Yield the chosen samples with their groups, reading each group once; leave out groups that were removed."""
     held: dict[str, SampleGroup | None] = {}
     for place in choice.places:
         if place.name not in held:

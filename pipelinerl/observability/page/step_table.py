@@ -1,7 +1,7 @@
-"""`StepTable`: every figure of every step, in columns and bounded memory, and rows merged to fit a screen.
+"""`StepTable`: every metric of every step, in bounded memory, and queries that merge rows to fit a screen.
 
 Numbers are stored in single precision. If a run exceeds `MOST_NUMBERS`, the older half is thinned: of every four rows
-two remain, with the minimum and maximum of each figure in their original order. Outliers therefore stay visible for any
+two remain, with the minimum and maximum of each metric in their original order. Outliers therefore stay visible for any
 length of run and any number of points.
 """
 
@@ -19,13 +19,13 @@ from pipelinerl.observability.events import Event
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
-#: Maximum number of figures times rows: 128 MiB.
+#: Maximum number of stored values (metrics times rows): 128 MiB.
 MOST_NUMBERS: Final = 2**25
-#: Limit of distinct figures; a recipe has a dozen per domain and tag.
+#: Maximum number of distinct metrics; a recipe has about a dozen for each domain and tag.
 MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
-#: Fields that place a step and are not drawn as curves.
+#: Fields that give a step's position in the run; they are not drawn as curves.
 _PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
 _LARGEST: Final = 1e300
 _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
@@ -33,7 +33,7 @@ _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
 
 @dataclass(slots=True)
 class _Chunk:
-    """Up to `_ROWS` rows: `places` [4, rows] are positions; `figures` [columns, rows] are values, NaN if missing."""
+    """Up to `_ROWS` rows: their positions `places` [4, rows], and values `figures` [columns, rows], NaN if missing."""
 
     places: Float64
     figures: Float32
@@ -44,18 +44,18 @@ class _Chunk:
         return cls(np.zeros((len(_PLACE), _ROWS)), np.full((max(64, columns), _ROWS), np.nan, np.float32), 0)
 
     def widen(self, columns: int) -> None:
-        """Add columns for new figures."""
+        """Add columns for metrics that occur for the first time, up to index `columns`."""
         more = np.full((columns + 32 - len(self.figures), self.figures.shape[1]), np.nan, np.float32)
         self.figures = np.concatenate([self.figures, more])
 
     def between(self, first: int, last: int) -> _Chunk:
-        """Return the rows of steps `first` to `last` as a view."""
+        """Return a view of the rows of steps `first` to `last`."""
         start = int(np.searchsorted(self.places[0, : self.count], first))
         end = max(start, int(np.searchsorted(self.places[0, : self.count], last, side="right")))
         return _Chunk(self.places[:, start:end], self.figures[:, start:end], end - start)
 
     def column(self, index: int) -> Float32:
-        """Return a figure [count], NaN where missing."""
+        """Return the values of one metric, [count]; NaN where missing."""
         if index >= len(self.figures):
             return np.full(self.count, np.nan, np.float32)
         return self.figures[index, : self.count]
@@ -67,7 +67,7 @@ class StepRows:
 
     Attributes:
         places: `step`, `elapsed_s`, and the cumulative `samples` and `tokens` trained on; [n] each.
-        means, lows, highs: by figure, [n]; NaN if no step of the row has the figure.
+        means, lows, highs: by metric, [n]; NaN if no step of the row has the metric.
     """
 
     each: int
@@ -79,7 +79,7 @@ class StepRows:
 
 @final
 class StepTable:
-    """Table that grows by steps in log order; a repeated step removes all that followed it."""
+    """Table of steps, added in log order; adding an earlier step again removes this step and all later ones first."""
 
     def __init__(self, *, most_numbers: int = MOST_NUMBERS) -> None:
         self._most_numbers = most_numbers
@@ -89,17 +89,17 @@ class StepTable:
 
     @property
     def figures(self) -> list[str]:
-        """Names of the steps' figures: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
+        """Names of the metrics: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
         return sorted(self._columns)
 
     @property
     def count(self) -> int:
-        """Number of rows held."""
+        """Number of rows that the table holds."""
         return sum(chunk.count for chunk in self._chunks)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first and the last step; (0, 0) if empty."""
+        """The first and the last step in the table; (0, 0) if it is empty."""
         if not self.count:
             return 0, 0
         return int(self._chunks[0].places[0, 0]), int(self._chunks[-1].places[0, self._chunks[-1].count - 1])
@@ -136,7 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps `first` to `last` above `since`; the cost depends on these only."""
+        """Return at most `points` rows of the steps from `first` to `last`, without steps up to `since`."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)
@@ -146,7 +146,7 @@ class StepTable:
         ends = np.minimum(starts + each, count) - 1
         positions = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
-        if each == 1:  # without merging, all figures can be gathered at once
+        if each == 1:  # without merging, all columns can be gathered together
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
             return StepRows(each=each, places=positions, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}
@@ -207,7 +207,7 @@ class StepTable:
 
 
 def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
-    """Return columns [indexes, rows], NaN where a value is not finite."""
+    """Return the columns of the metrics `indexes`, [indexes, rows]; NaN where a value is missing or not finite."""
     columns = np.full((len(indexes), sum(part.count for part in parts)), np.nan)
     end = 0
     for part in parts:
@@ -236,14 +236,14 @@ def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
 
 
 def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
-    """Return the first index at which each part has its `wanted` value."""
+    """Return, for each part of the column, the first index at which it has its `wanted` value."""
     parts = np.diff(starts, append=len(column))
     there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
     return np.minimum.reduceat(there, starts)
 
 
 def _merged(column: Float64, starts: NDArray[np.int64]) -> tuple[Float64, Float64, Float64]:
-    """Return mean, minimum and maximum of each part that begins at `starts`, ignoring NaN."""
+    """Return mean, minimum and maximum of each part of the column, ignoring NaN; parts begin at `starts`."""
     known = np.isfinite(column)
     sums = np.add.reduceat(np.where(known, column, 0.0), starts)
     counts = np.add.reduceat(known.astype(np.float64), starts)
@@ -266,7 +266,7 @@ def plain(values: Float64, digits: int = 6) -> list[float | None]:
 
 
 def plain_columns(columns: Mapping[str, Float64]) -> dict[str, list[float | None]]:
-    """Apply `plain` to several columns of one length at once, a tenth of the cost for short columns."""
+    """Apply `plain` to several columns of equal length together, which costs a tenth if they are short."""
     if not columns:
         return {}
     values = plain(np.concatenate(list(columns.values())))

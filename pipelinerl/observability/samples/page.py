@@ -1,7 +1,7 @@
 """Samples in the report: the best and worst answers of the last steps, and the worst of the last evaluation.
 
-Texts of models, verifiers and data sets are shortened, made visible and escaped, in this order, and placed only in
-elements that hold text.
+Texts of models, verifiers and data sets are untrusted: they are shortened, their invisible characters are shown as
+escapes, and HTML is escaped, in this order. They are placed only in elements that hold text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened, visible
 
-#: Number of last steps with samples that are considered.
+#: Number of steps, the last ones that have samples, from which the report chooses.
 _STEPS: Final = 5
 _SHOWN: Final = 4
 _MOST: Final = 1500

@@ -1,7 +1,7 @@
 """Reader of a run's sample log, whether the run is live, finished or crashed, and selection of samples.
 
-If a step was taken twice because the run was resumed, only its last samples count. Torn lines are skipped, and files
-that the writer removes while reading are ignored.
+If a step was taken twice because the run was resumed, only the samples of its last time count. Incomplete lines are
+skipped, and files that the writer removes during a read are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH: Final = "length"
 
 
 class Ranking(StrEnum):
-    """The order by which samples are selected if not all are shown."""
+    """The order in which samples are selected if there is a limit."""
 
     NEWEST = "newest"
     WORST = "worst"
@@ -40,7 +40,7 @@ class ChosenSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleQuery:
-    """Criteria for samples; None matches any. `limit` bounds the number of answers."""
+    """Criteria that samples must match; a criterion of None matches any. `limit` bounds the number of answers."""
 
     kinds: frozenset[SampleKind] = frozenset((SampleKind.TRAINED,))
     step: int | None = None
@@ -110,7 +110,7 @@ class SampleReader:
 def sample_files(run_dir: Path) -> list[Path]:
     """Return the run's sample files, oldest first within each kind."""
     try:
-        names = os.listdir(run_dir / FOLDER)  # called often by followers; `glob` takes five times as long
+        names = os.listdir(run_dir / FOLDER)  # five times as fast as `glob`
     except OSError:
         return []
     kept = [name for name in names if name.endswith(".jsonl")]
@@ -118,6 +118,6 @@ def sample_files(run_dir: Path) -> list[Path]:
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:
-    """Return all groups still in the log, sorted by time; for repeated steps, only the last version."""
+    """Return all groups in the log's files, sorted by time; of a repeated step, only the last samples."""
     latest = {(group.kind, group.step, group.group_id): group for group in SampleReader(run_dir).new()}
     return sorted(latest.values(), key=lambda group: group.time)

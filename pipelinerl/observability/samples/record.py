@@ -1,7 +1,7 @@
 """Records of the sample log: groups of answers to one problem, each a JSON line of bounded length.
 
-A text that is too long keeps its beginning and end, with a note in between of how much is missing; `length` still
-counts all tokens. Model output is stored unchanged; `visible` makes it safe to display.
+Of a text that is too long, the beginning and the end are kept, and a note in the middle says how much is missing;
+`length` still counts all tokens. Model output is stored unchanged; `visible` makes it safe to display.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-#: Maximum characters kept of a text.
+#: Maximum number of characters that are kept of a text.
 MOST_CHARACTERS: Final = 8000
-#: Tokens of a prompt or an answer are kept up to a quarter of the character limit.
+#: One token counts as this many characters: an answer keeps at most a quarter as many tokens as characters.
 _CHARACTERS_OF_TOKEN: Final = 4
 
 
@@ -30,7 +30,7 @@ class SampleKind(StrEnum):
 
 
 class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Ids and texts of tokens as recorded, never re-tokenized, [T]; `left_out` are missing from index `at` on."""
+    """Ids and texts of tokens [T], as sampled and not re-tokenized; `left_out` tokens were removed at index `at`."""
 
     ids: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tokens of an answer and their figures, in columns [T]; None where a figure does not apply.
+    """The tokens of an answer, with values per token in columns [T]; None where a value does not apply to a token.
 
     Attributes:
-        tokens: all after the prompt: sampled tokens and, in several turns, the environment's messages in between.
+        tokens: all tokens after the prompt: sampled tokens and, in episodes, the environment's messages between turns.
         versions: version of the weights that sampled each token; None for the environment's tokens.
         deltas: the trainer's log-prob at the step minus the sampler's; like `advantages`, empty without a gradient.
         entropies: entropy in nats of the trainer's distribution of each token, at the step; empty unless measured.
@@ -63,9 +63,9 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         context: new input before the model answers, from the environment and tools; at the start of a conversation its
             whole prompt, or nothing if that is the group's prompt.
         text: the model's output.
-        agent: the agent that requested the turn. length: tokens sampled. reward: the environment's, for this turn.
-        segment: number of the segment in which the turn trains, from 1. begins: reason for a segment to begin with it.
-        continues: number of the turn that it continues, from 1; 0 at the start of a conversation.
+        agent: the agent that requested the turn. length: number of sampled tokens. reward: from the environment.
+        segment: number of the segment in which the turn trains, from 1. begins: why a segment begins with this turn.
+        continues: number of the turn that this turn continues, from 1; 0 at the start of a conversation.
     """
 
     context: str = ""
@@ -83,13 +83,13 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     Attributes:
         text: the model's output, including special tokens if the trainer knows them.
-        outcome, reason, reward, parts: the verifier's. `parts` are named rewards before weighting. `reward` is None for
-            unjudged answers and for non-finite numbers.
-        shaped: the reward from which advantages are computed. advantage: mean over its tokens.
-        length: sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
-        trained: True if it had a gradient in its step.
+        outcome, reason, reward, parts: from the verifier. `parts` are named rewards before weighting. `reward` is None
+            for unjudged answers and for non-finite numbers.
+        shaped: the reward from which advantages are computed. advantage: mean over the answer's tokens.
+        length: number of sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
+        trained: True if the answer had a gradient in its step.
         tokens: None if not recorded, as in evaluations and older runs.
-        turns: of an episode, in the order in which they ended; empty for a single answer.
+        turns: the turns of an episode, in the order in which they ended; empty for a single answer.
     """
 
     text: str
@@ -109,7 +109,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem; `step` is the version that their step made, or that was evaluated.
+    """The answers to one problem. `step` is the model version that training on them made, or that was evaluated.
 
     `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """
@@ -132,7 +132,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
-#: Types of values that are written to the sample log unchanged.
+#: Types of JSON values that are written to the sample log as they are; texts are shortened.
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -140,7 +140,7 @@ _DECODER: Final = msgspec.json.Decoder(SampleGroup)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text; if it is too long, three quarters of `most` from its start and a quarter from its end."""
+    """Return `text`, cut to `most` characters if longer: three quarters from its start, a quarter from its end."""
     if len(text) <= most:
         return text
     end = most // 4
@@ -149,7 +149,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def encode(group: SampleGroup, *, most_bytes: int) -> bytes | None:
-    """Return a line of at most `most_bytes` with its newline; None if no shortening makes it fit."""
+    """Encode a group as a JSON line of at most `most_bytes`, with its newline; None if it cannot be made to fit."""
     most = MOST_CHARACTERS
     while True:
         line = _ENCODER.encode(_written(group, most)) + b"\n"
@@ -161,7 +161,7 @@ def encode(group: SampleGroup, *, most_bytes: int) -> bytes | None:
 
 
 def decode(line: bytes) -> SampleGroup | None:
-    """Return the group of a line; None if the line is torn or in another format."""
+    """Decode a line of the sample log; None if the line is incomplete or in another format."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -208,11 +208,11 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    """Cut every text in plain values; numbers that JSON cannot represent become null."""
+    """Shorten every text in a JSON value to `most` characters; numbers that JSON cannot represent become null."""
     kind = type(value)
     if kind is str:
         cut = shortened(value, most)
-        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # lone surrogates cannot be encoded
+        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # replace lone surrogates
     if kind is dict:
         return {
             key if len(key) <= most and key.isascii() else _shortened(key, most): (
@@ -231,9 +231,9 @@ def _shortened(value: Any, most: int) -> Any:
 # can move the cursor or rename the window, direction marks can make a wrong answer read as the right one, and zero-
 # width characters can make two texts look alike. All of these are shown as Python's escapes and have no effect.
 
-#: Ordinary layout characters, which stay unchanged.
+#: Ordinary layout characters, which `visible` leaves unchanged.
 _LAYOUT: Final = frozenset("\n\t")
-#: Categories: control, format, surrogates, private, unassigned, and line separators.
+#: Unicode categories that `visible` escapes: control, format, surrogates, private use, unassigned, line separators.
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
@@ -245,7 +245,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text made visible, on one line, for names in a list."""
+    """Return the text as `visible` shows it, on one line; for names in a list."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -5,10 +5,11 @@
 Guarantees:
 
 - `put` never blocks, not even on the disk. Samples that arrive faster than they are written are dropped and counted.
-- All files of one name together never exceed `max_bytes`: the oldest is removed before a new one begins.
-- A line is written in one piece and never changed. A killed writer leaves a torn tail, which readers skip; its
-  successor starts a new file.
-- A full disk, or a sample that cannot be built, costs samples and nothing else.
+- All files of one log (such as `training`) together never exceed `max_bytes`: the oldest is removed before a new one
+  begins.
+- A line is written in one piece and never changed. A killed writer may leave an incomplete last line, which readers
+  skip; the next writer starts a new file.
+- If the disk is full, or a sample cannot be built, only samples are lost: the run continues.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ log = logging.getLogger("pipelinerl")
 
 #: The byte limit is divided among this many files.
 _FILES: Final = 8
-#: Maximum number of puts in the queue.
+#: Maximum length of the queue of `put` calls that wait for the writer thread.
 _WAITING: Final = 256
 
-#: Exceptions that tokenizers raise, including pyo3's "already borrowed".
+#: Exceptions that building a sample may raise; tokenizers raise these, including pyo3's "already borrowed".
 _BUILD_ERRORS: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-#: Builds the groups to write; called on the log's thread.
+#: A function that builds the groups to write; the writer thread calls it.
 Make = Callable[[], Iterable[SampleGroup]]
 
 
@@ -65,7 +66,7 @@ class SampleLog:
             self._queue.put(make)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Write the queued samples, for at most `timeout_s`."""
+        """Write the queued samples and stop the thread, within `timeout_s` seconds."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -93,7 +94,7 @@ class SampleLog:
             return
         if self._file < 0 or self._written + len(line) > self._file_bytes:
             self._begin_file()
-        self._written += len(line)  # count the bytes first, since a full disk may leave part of the line in the file
+        self._written += len(line)  # count before writing, since a full disk may leave part of the line in the file
         if os.write(self._file, line) < len(line):
             self._close_file()
 

@@ -1,16 +1,16 @@
-"""Export of a run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens.
+"""Export of a run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) can display.
 
 There is a track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and
 flows:
 
     order N      sampling ▶ verification ▶ the step that trained the group     (groups drawn by seed)
-    version V    the step that made it ▶ its publication ▶ each engine that serves it
+    version V    the step that made the version ▶ its publication ▶ each engine that serves it
 
 Guarantees:
 
 - The trace is written in one pass, and memory is bounded for any length of run.
 - Within a track, times (µs) never decrease and spans never overlap.
-- Each flow has one start and one later end, both inside spans.
+- Each flow has one start and one later end; both lie inside spans.
 - The file is complete even if the run is live or has crashed.
 
 Format: "Trace Event Format", Google, 2016; flows bind to the enclosing span (`bp` e).
@@ -35,15 +35,15 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Rows for overlapping groups; a group that finds no free row is left out and counted.
+#: Number of rows on which overlapping groups are drawn; a group that finds no free row is left out and counted.
 _ROWS: Final = 32
-#: Number of recent versions kept in memory to connect them with their publication.
+#: Number of recent versions kept in memory, so that their steps can be connected with their publications.
 _STEPS: Final = 1024
 _EVENTS: Final = "events"
 _GROUPS: Final = "groups"
 #: Processes of the trace, in Perfetto's display order; engines follow.
 _PROCESSES: Final = ("run", TRAINER, PUBLICATION, EVALUATION, CHECKPOINT, _GROUPS)
-#: Tracks that are drawn nested in another track of the same lane.
+#: Names under which activities that overlap others of their lane (one part of the run) are drawn, as separate rows.
 _WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "stall", "away": "away"}
 
 TraceEvent = dict[str, Any]
@@ -60,14 +60,14 @@ class ChromeTrace:
     _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
     _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
-    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # end of each track's last span, in µs
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # by track, the end of its last span in µs
     # By version, a time (µs) within the span of the version's step.
     _steps: dict[int, int] = field(default_factory=dict)
     # By version, a time (µs) within the span of each of its publications.
     _published: dict[int, list[int]] = field(default_factory=dict)
 
     def events(self, events: Iterable[Event]) -> Iterator[TraceEvent]:
-        """Yield the whole trace."""
+        """Yield all trace events of a run, from the run's `events` in log order."""
         for process in _PROCESSES:
             yield from self._named(process)
         for event in events:
@@ -151,7 +151,7 @@ class ChromeTrace:
     def _complete(
         self, track: tuple[str, str], name: str, start: float, end: float, **rest: Any
     ) -> Iterator[TraceEvent]:
-        """Yield a span of at least 1 µs, trimmed to start after the previous one; nothing if none of it remains."""
+        """Yield a span of at least 1 µs, trimmed to start after the track's last span; nothing if none remains."""
         yield from self._track(*track)
         pid, tid = self._ids[track]
         ts, until = max(_us(start), self._ends.get((pid, tid), 0)), _us(end)

@@ -1,12 +1,12 @@
-"""`RunTimeline`: a run as lanes over time; any window can be queried while the run is live.
+"""`RunTimeline`: what each part of a run (a lane) did over time; any window can be queried while the run is live.
 
     timeline = RunTimeline()
     for event in log: timeline.feed(event)
     timeline.window(0.0, 3600.0, points=1500)       # plain values, as returned by `GET /api/timeline`
 
-Feeding an event takes microseconds and a window milliseconds, for any length of run. A span takes 26 bytes, a traced
-group about 300. A step has three spans, one more if it is published, and two for each engine that receives its weights.
-Callers that use several threads must hold a lock.
+Feeding an event takes microseconds and a window milliseconds, for any length of run. In memory, a span takes 26 bytes
+and a traced group about 300. A step has three spans, one more if it is published, and two for each engine that receives
+its weights. Callers that use several threads must hold a lock.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Maximum number of marks that are kept; of marks, groups and points that are drawn in one window.
+#: Maximum numbers: of marks that are kept, and of marks, groups and points that are drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256
 MOST_POINTS: Final = 8000
 
-#: The tracks of each kind of lane, in display order; engines' lanes come first, sorted by URL.
+#: The tracks (kinds of activity) of each kind of lane, in display order; engines come first, sorted by URL.
 _TRACKS: Final = {
     ENGINE: ("serves", "pause", "away"),
     TRAINER: ("step", "wait", "publish_wait"),
@@ -48,17 +48,18 @@ _TRACKS: Final = {
     CHECKPOINT: ("checkpoint", "stall"),
 }
 
-#: Limit of distinct notes per track; later ones are dropped.
+#: Maximum number of distinct notes per track; further notes are dropped.
 _NOTES: Final = 4096
 
 
 @final
 @dataclass(slots=True)
 class Track:
-    """Append-only columns of the spans of one kind in one lane, drawn quickly at any resolution.
+    """The spans of one activity in one lane, in append-only columns that can be drawn quickly at any resolution.
 
-    The spans of a track rise and do not overlap, so a window is found by bisection. Spans shorter than a cell of the
-    drawing are merged with their neighbours in the cell, so a drawing has at most two spans per cell.
+    The spans of a track are in order of time and do not overlap, so a window is found by bisection. Spans shorter than
+    a cell (the time that one point of the drawing covers) are merged with their neighbours in the cell, so a drawing
+    has at most two spans per cell.
     """
 
     _start: array[float] = field(default_factory=lambda: array("d"))
@@ -83,7 +84,8 @@ class Track:
         """Return the spans that touch [start, end], in columns; those shorter than `cell` seconds are merged by cell.
 
         Columns: start, end, value, count, busy, note. A row merges `count` spans that cover `busy` seconds of it;
-        `value` and `note` are those of the longest. `unended` is appended if it lies in the window.
+        `value` and `note` are those of the longest span. `unended`, a span still in progress, is appended if it lies in
+        the window.
         """
         starts, ends = np.array(self._start), np.array(self._end)
         first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, end, "left"))
@@ -101,18 +103,18 @@ class Track:
 def _merged(
     starts: NDArray[np.float64], ends: NDArray[np.float64], *, start: float, cell: float
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns start, end, count, busy, and `longest`, the index of each row's longest span."""
+    """Merge short spans; return columns start, end, count, busy, and `longest`, the index of the longest span."""
     lengths = ends - starts
     if starts.size == 0:
         empty = np.zeros(0, np.int64)
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True for the first span of each merged row
+    alone = np.ones(starts.size, bool)  # True for each span that begins a row
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1
-    # Sorted by (row, length), the longest span of each row comes last.
+    # Sort spans by (row, length), so that the longest span of each row comes last.
     order = np.lexsort((lengths, np.cumsum(alone)))
     return {
         "start": starts[rows],
@@ -153,7 +155,8 @@ class _Groups:
         self.claimed.append(group.claimed)
         self.sampled.append(group.sampled)
         self.verified.append(group.verified)
-        # Stages may arrive after those of a later step. The column is kept non-decreasing, so that it can be bisected.
+        # A group's stages may arrive after those of a later step. Keep the column non-decreasing, so it can be
+        # bisected.
         trained = max(group.trained, self.trained[-1]) if self.trained else group.trained
         self.trained.append(trained)
         self.spans.append(group.spans)
@@ -181,7 +184,7 @@ class RunTimeline:
     _groups: _Groups = field(default_factory=_Groups)
 
     def feed(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event of the log."""
         for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)
@@ -191,7 +194,7 @@ class RunTimeline:
                 self._groups.add(drawn)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """Return what to draw of [start, end] (seconds; None: the run's start or end), with a width of `points`."""
+        """Return the data to draw [start, end] (seconds; None: the run's start or end) with a width of `points`."""
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)

@@ -1,13 +1,13 @@
-"""Conversion of a run's events, in log order, to spans: what each part of the run did, from when to when.
+"""Conversion of a run's events to spans. A span is an activity (track) of a part of the run (lane), with its times.
 
     for event in log:
-        for span in reader.read(event):     # finished spans; those of one track rise and never overlap
+        for span in reader.read(event):     # finished spans; those of one track are in order and never overlap
             ...
     for span in reader.open():              # spans still in progress
 
 | lane          | track          | value   | from                                                                     |
 |---------------|----------------|---------|--------------------------------------------------------------------------|
-| an engine     | `serves`       | version | one publication to the next, or to its loss; −1 before the first         |
+| an engine     | `serves`       | version | one publication to the next, or to the engine's loss; −1 before the first|
 |               | `pause`        | version | measured by the engine; drawn at the end of the publication              |
 |               | `away`         | –       | from suspect to back, or from lost to rejoined; the note says why;       |
 |               |                |         | an engine that left as planned is not away                               |
@@ -18,8 +18,8 @@
 | `checkpoint`  | `checkpoint`   | step    | from its step until it is durable                                        |
 |               | `stall`        | step    | training was stopped for it; measured, drawn at the beginning            |
 
-Times are seconds since the run began, without periods in which it was not running. If the log's writer was killed and
-the run resumed, another `run_started` follows; open spans then end with the last event before it.
+Times are seconds since the run began, without periods in which the run was not running. If the log's writer was killed
+and the run resumed, another `run_started` follows; open spans then end with the last event before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import msgspec
 
 from pipelinerl.observability.events import Event, kind_of
 
-#: Limits on groups without a step yet and on orders without stages yet; the oldest are dropped.
+#: Maximum numbers of groups without a known step, and of orders without known stages; the oldest are dropped.
 _PENDING: Final = 1024
 _ORDERS: Final = 1 << 14
 
@@ -45,8 +45,8 @@ _Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 class TracedGroup(NamedTuple):
     """The stages of one group, in seconds since the run began.
 
-    `trained` is the start of its step's computation, `ended` the time at which the step was taken. `spans` are
-    (version, tokens) of its longest answer.
+    `trained` is when the computation of the group's step began, `ended` when that step was complete. `spans` are
+    (version, tokens) of the group's longest answer.
     """
 
     order: int
@@ -75,7 +75,7 @@ class GroupJoiner:
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield groups whose step and stages are both known after this `step` event, computed from `began` on."""
+        """Yield groups whose step and stages are known after this `step` event, of a step that began at `began`."""
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -85,7 +85,8 @@ class GroupJoiner:
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, ended = self._trained[order]
             group = self._waiting.pop(order)
-            # The actor's clock may be another machine's, so each stage is limited to the start of the next.
+            # Another machine's clock may have measured the stages, so limit each stage's end to the start of the next
+            # stage.
             verified = min(group.verified, trained)
             sampled = min(group.sampled, verified)
             claimed = min(group.claimed, sampled)
@@ -125,14 +126,14 @@ TRAINER: Final = "trainer"
 PUBLICATION: Final = "publication"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
-#: The kind of lanes that are named by an engine's URL.
+#: The kind of all lanes of engines; such a lane is named by the engine's URL.
 ENGINE: Final = "engine"
 
 #: Cause of a wait, if no other cause explains at least half of the wait.
 SAMPLING: Final = "sampling"
 _EXPLAINS: Final = 0.5
-#: Number of recent steps in which a checkpoint may have begun, and of evaluations and verifications that may explain a
-#: wait.
+#: Number of recent steps that are kept to find when a checkpoint began, and of recent evaluations and verifications
+#: that are kept to explain waits.
 _REMEMBERED: Final = 64
 
 
@@ -148,7 +149,7 @@ class Span(NamedTuple):
 
 
 class RunMark(NamedTuple):
-    """An event at one moment, in words."""
+    """An event without a duration, such as an alarm, described in words."""
 
     at: float
     kind: str
@@ -175,15 +176,15 @@ class SpanReader:
     _away: dict[str, _Begun] = field(default_factory=dict)
     _engineless: _Begun | None = None
     _evaluation: _Begun | None = None
-    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # end of the last span of each track
+    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # by lane and track, the end of the last span
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _held: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _groups: GroupJoiner = field(default_factory=GroupJoiner)
 
     def read(self, event: Event) -> Iterator[Drawn]:
-        """Yield the spans and groups that end with this event, and its mark."""
+        """Yield the spans and groups that end with this event, and a mark if the event has one."""
         kind, before = kind_of(event), self.now
-        self.now = max(self.now, number(event.get("elapsed_s")))  # never decreases, even if the clock is set back
+        self.now = max(self.now, number(event.get("elapsed_s")))  # time never decreases, even if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
@@ -220,7 +221,7 @@ class SpanReader:
         version = _whole(event, "model_version")
         yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
         pauses = event.get("pauses_s")
-        if not isinstance(pauses, Mapping):  # older logs have no pause per engine: assume that all took the update
+        if not isinstance(pauses, Mapping):  # an old log without pauses per engine: assume that all were updated
             pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
         for url, pause_s in pauses.items():
             yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)
@@ -294,14 +295,14 @@ class SpanReader:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _span(self, lane: str, track: str, start: float, end: float, value: int, note: str = "") -> Iterator[Span]:
-        """Yield a span, trimmed to start after the previous one, since another clock may have measured it."""
+        """Yield a span, trimmed to start after the track's last span, since another clock may have measured it."""
         start = max(0.0, start, self._ends.get((lane, track), 0.0))
         if end > start:
             self._ends[lane, track] = end
             yield Span(lane, track, start, end, value, note)
 
     def _culprit(self, start: float, end: float) -> str:
-        """Return the cause that overlaps a wait most; sampling if none covers half of it."""
+        """Return the cause that overlaps the wait [start, end] most, or `SAMPLING` if no cause covers half of it."""
         known = [each for each in self._held if each[1] > start and each[0] < end]
         known += [(each.start, end, EVALUATION) for each in (self._evaluation,) if each is not None]
         known += [(each.start, end, "engines") for each in (self._engineless,) if each is not None]
@@ -313,7 +314,7 @@ class SpanReader:
         return culprit
 
 
-#: Texts of marks by event kind; missing fields become empty.
+#: Templates for the texts of marks, by kind of event; fields that an event lacks become empty.
 _WORDS: Final[Mapping[str, str]] = {
     "alarm": "{what}",
     "alarm_cleared": "alarm over: {alarm} {domain}",

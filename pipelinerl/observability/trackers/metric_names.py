@@ -1,7 +1,7 @@
-"""Names under which trackers receive the figures of a run's events; docs/reference/trackers.md has the table.
+"""Names under which trackers receive the metrics of a run's events; docs/reference/trackers.md has the table.
 
-`MetricReader` turns events into rows by step. The step of an evaluation is the evaluated version. Engines' figures,
-measured every second, are averaged and come with the next step.
+`MetricReader` turns events into rows of metrics by step. The step of an evaluation is the evaluated version. Metrics of
+engines, measured every second, are averaged and become part of the next step's row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import HELD_OUT
 
-#: Fields of a `step` event.
+#: Metric names for the fields of a `step` event.
 STEP_METRICS: Final[Mapping[str, str]] = {
     "reward": "reward",
     "accuracy": "accuracy",
@@ -55,26 +55,26 @@ STEP_METRICS: Final[Mapping[str, str]] = {
     "step_s": "perf/step_s",
     "publish_wait_s": "perf/publish_wait_s",
 }
-#: Fields of `engines` events, as means since the previous step.
+#: Metric names for the fields of `engines` events, which are averaged since the previous step.
 ENGINE_METRICS: Final[Mapping[str, str]] = {
     "tokens_per_s": "perf/tokens_per_s",
     "occupancy": "perf/engine_occupancy",
     "running": "perf/running_sequences",
     "waiting": "perf/waiting_sequences",
 }
-#: Fields of the `publish` event before the step.
+#: Metric names for the fields of the `publish` event before a step.
 PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "total_s": "perf/publish_s"}
-#: Fields of an `evaluation` event, below `eval/<set>/`; the k of pass@k and maj@k come from the recipe.
+#: Fields of an `evaluation` event, logged as `eval/<set>/<field>`; pass@k and maj@k for the recipe's k are added.
 EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")
 _CURVES: Final = {"pass_at": "pass", "majority_at": "maj"}
-#: Name of a figure computed here: trained tokens of a step divided by the step's time, including the wait.
+#: Name of a metric computed here: the trained tokens of a step, divided by the step's time including the wait.
 TRAINED: Final = "perf/trained_tokens_per_s"
-#: `mismatch_<cause>_<figure>` and `old_mismatch_…` become `mismatch/<cause>_<figure>` and `old_mismatch/…`.
+#: Prefixes of fields that become groups: `mismatch_<cause>_<figure>` is logged as `mismatch/<cause>_<figure>`.
 _MISMATCH: Final = ("mismatch_", "old_mismatch_")
 
 
 class MetricRow(NamedTuple):
-    """Figures of one step by name, at a time in Unix seconds."""
+    """Metrics of one step by name, and their time in Unix seconds."""
 
     step: int
     time: float
@@ -82,13 +82,13 @@ class MetricRow(NamedTuple):
 
 
 class HistoryRewind(NamedTuple):
-    """A resume from a checkpoint, which invalidates this step and later ones."""
+    """A resume from a checkpoint, which invalidates the rows of `step` and later steps."""
 
     step: int
 
 
 class ReaderState(msgspec.Struct):
-    """State of a reader between two events."""
+    """State of a `MetricReader` between two events, from which another reader can continue."""
 
     last_step: int = 0
     looks: int = 0
@@ -106,7 +106,7 @@ class MetricReader:
         self.state = state or ReaderState()
 
     def read(self, event: Event) -> Iterator[MetricRow | HistoryRewind]:
-        """Yield the rows and rewinds that follow from an event."""
+        """Yield the rows of metrics, or the `HistoryRewind`, that follow from an event."""
         match event["kind"]:
             case "trainer_ready":
                 version = int(event.get("model_version") or 0)
@@ -148,7 +148,7 @@ def _mismatch(event: Event) -> dict[str, float]:
 
 
 def _by_domain(event: Event) -> dict[str, float]:
-    """Return `domain/<name>/<figure>`; figures by tag are left out because there may be hundreds."""
+    """Return the metrics named `domain/<name>/<metric>`; metrics by tag are left out, since there may be hundreds."""
     return {
         f"domain/{domain}/{name}": float(value)
         for domain, figures in (event.get("by_domain") or {}).items()

@@ -1,4 +1,4 @@
-"""`Tracker`, the interface of trackers, three of them, and `TrackerFeed`, which sends a run's events exactly once.
+"""`Tracker`: interface of experiment trackers, with three implementations; `TrackerFeed` sends them a run's events.
 
 A tracker is opened with the bookmark of its last `flush`, possibly in another process, and continues the same tracker
 run. Rows logged after that flush may be logged again; a tracker should avoid duplicates if it can.
@@ -20,19 +20,19 @@ from filelock import FileLock, Timeout
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.trackers.metric_names import HistoryRewind, MetricReader, ReaderState
 
-#: State from which a tracker can continue: plain JSON, stored by the feed with its position.
+#: State from which a tracker can continue: plain JSON, which the feed stores together with its position in the log.
 Bookmark = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """A run in a tracker. Every method may block, or raise OSError; the feed then reopens the tracker later."""
+    """A run in a tracker. Every method may block or raise OSError; after an error the feed reopens the tracker."""
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Log figures of a step, named as in `metric_names`, at `time` (Unix seconds)."""
+        """Log the metrics of a step, named as in `metric_names`, with their `time` (Unix seconds)."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Discard this step and later ones; the run repeats them."""
+        """Discard the rows of `step` and later steps; the run resumed from a checkpoint and repeats these steps."""
         ...
 
     def flush(self) -> Bookmark:
@@ -46,17 +46,17 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Information on the run for a tracker: its name, its directory, and its recipe without secrets."""
+    """The run's name, its directory, and its recipe without secrets, as given to a tracker."""
 
     name: str
     directory: Path
     recipe: Mapping[str, Any]
 
 
-#: Opens a tracker, new or at a bookmark.
+#: A function that opens a tracker: at a bookmark, or a new one if there is no bookmark.
 OpenTracker = Callable[[Bookmark | None], Tracker]
 
-#: The package that each tracker needs and how to install it, by the tracker's key in `[trackers]`.
+#: By the tracker's key in `[trackers]`: the package that it needs, and how to install this package.
 PACKAGES: Final = {
     "tensorboard": ("tensorboardX", "pip install 'pipelinerl[track]'"),
     "wandb": ("wandb", "pip install wandb"),
@@ -75,7 +75,7 @@ _LAST: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position up to which a tracker was fed. `over` is True if the last event was an end of the run."""
+    """The position in the log up to which a tracker has received events. `over` is True if the run ended there."""
 
     offset: int = 0
     reader: ReaderState = msgspec.field(default_factory=ReaderState)
@@ -85,15 +85,16 @@ class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class TrackerFeed:
-    """Sends a run's events to one tracker, even if the feeding process is killed. Use it from one thread.
+    """Sends a run's events to one tracker, and can continue after its process was killed. Use it from one thread.
 
         <run>/trackers/<name>.json   position: the offset in events.jsonl, the reader's state, the tracker's bookmark
         <run>/trackers/<name>.lock   held while a process feeds this tracker
 
-    A piece of the log is logged and flushed; then the position is written atomically. A process killed in between
-    starts again at the previous position. The tracker's bookmark lets it discard what was logged after that.
+    Each piece of the log is sent to the tracker and flushed; then the new position is written atomically. If the
+    process is killed before that write, its successor starts at the previous position, and the tracker uses its
+    bookmark to discard what was logged after that position.
 
-    Raises BlockingIOError if another process feeds the tracker, OSError if tracker or position cannot be written.
+    Raises BlockingIOError if another process feeds this tracker, OSError if tracker or position cannot be written.
     """
 
     def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:
@@ -151,7 +152,7 @@ class TrackerFeed:
 
 
 def _read(place: Path) -> FeedPosition:
-    """Read the position. Raises ValueError if the file is damaged: starting over would log everything twice."""
+    """Read the position. Raises ValueError if the file is damaged: to start over would log all rows twice."""
     try:
         return msgspec.json.decode(place.read_bytes(), type=FeedPosition)
     except FileNotFoundError:
@@ -162,7 +163,7 @@ def _read(place: Path) -> FeedPosition:
 
 # --- TensorBoard, trackio, Weights & Biases ---------------------------------------------------------------------------
 #
-# Each package is imported when a tracker is opened: tensorboardX, for one, imports torch if installed.
+# A tracker imports its package only when it is opened: tensorboardX, for example, imports torch if installed.
 
 _VERSION: Final = "brain.Event:2"
 _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
@@ -170,11 +171,11 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 
 @final
 class TensorBoardTracker:
-    """Writer of event files into one directory, each figure exactly once; other files there are left alone.
+    """Writes TensorBoard event files into one directory, each metric exactly once; leaves other files there alone.
 
     Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
     that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
-    files; the next file starts with `SessionLog.START`, which makes an open TensorBoard discard them, too. The
+    files; the next file starts with `SessionLog.START`, which makes an open TensorBoard discard these steps, too. The
     package's `SummaryWriter` is not used: it writes on its own thread, where the exception of a full disk is lost.
     """
 
@@ -198,7 +199,7 @@ class TensorBoardTracker:
         self._restart_at: int | None = None
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Write all figures as one record. Raises OSError."""
+        """Write the metrics of a step as one record. Raises OSError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(self._event(wall_time=time, step=step, summary=self._summary(value=values)), time)
 
@@ -216,13 +217,13 @@ class TensorBoardTracker:
         self._restart_at = step
 
     def flush(self) -> Bookmark:
-        """Make the logged figures durable and return the bookmark. Raises OSError."""
+        """Make the logged metrics durable and return the bookmark. Raises OSError."""
         if self._writer is not None:
             self._writer.flush()
         return {"files": {path.name: path.stat().st_size for path in _files(self._directory)}}
 
     def close(self) -> None:
-        """Close the file; figures that were not flushed may be lost, and are logged again."""
+        """Close the file; metrics that were not flushed may be lost, and will be logged again."""
         self._end_file()
 
     def _write(self, event: Any, time: float) -> None:
@@ -263,17 +264,17 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 @final
 class TrackioTracker:
-    """One run of trackio: the newest of its name if there is a bookmark, else a new one.
+    """One run of trackio: with a bookmark, the newest run of this name is continued, otherwise a new run is made.
 
-    trackio keeps every row. After a resume from a checkpoint, repeated steps and their evaluations are not logged
-    again; the first rows stay. After a kill, the rows of the last half second may be there twice. The bookmark holds
+    trackio cannot delete rows. After a resume from a checkpoint, the first rows of repeated steps and evaluations stay,
+    and new ones are not logged. After a kill, the rows of the last half second may be logged twice. The bookmark holds
     the newest logged step, separately for training steps and each evaluation set.
     """
 
     def __init__(
         self, run: TrackedRun, bookmark: Bookmark | None, *, project: str, space_id: str | None, trackio: Any
     ) -> None:
-        """Start the run; `trackio` is the package. Raises OSError if that fails."""
+        """Start or continue the run; `trackio` is the imported package. Raises OSError if that fails."""
         self._newest: dict[str, int] = dict((bookmark or {}).get("newest", {}))
         self._run = trackio.init(
             project=project,
@@ -284,7 +285,7 @@ class TrackioTracker:
         )
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Log a row; trackio assigns its own time."""
+        """Log the metrics of a step as one row; trackio ignores `time` and uses the current time."""
         sort = _sort_of(figures)
         if step > self._newest.get(sort, -1):
             self._run.log(dict(figures), step=step)
@@ -294,11 +295,11 @@ class TrackioTracker:
         """Do nothing: trackio cannot remove rows."""
 
     def flush(self) -> Bookmark:
-        """Return the bookmark; the package sends on its own thread."""
+        """Return the bookmark without waiting: trackio sends rows on its own thread."""
         return {"newest": dict(self._newest)}
 
     def close(self) -> None:
-        """Wait until trackio has sent everything, as long as its own timeout allows."""
+        """Wait until trackio has sent all rows, or its own timeout has passed."""
         self._run.finish()
 
 
@@ -316,11 +317,11 @@ class WandbTracker:
     """One run of W&B, online or offline. The bookmark holds its id and the newest logged step.
 
     - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
-      steps; repeated rows after a kill are dropped likewise.
-    - An evaluation covers a version that training has already passed, so it goes into the newest row. `eval/version` is
-      the axis of its charts.
+      steps. Rows that are logged again after a kill are dropped, too.
+    - An evaluation is of a version that training has already passed, so its metrics go into the newest row.
+      `eval/version` is the axis of their charts.
     - The package sends and writes in a process of its own, in pieces of 32 KiB. If that process is killed, a piece is
-      lost. The package retries an unreachable server; nothing here waits.
+      lost. The package retries an unreachable server; logging does not wait for the server.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class WandbTracker:
         mode: Literal["online", "offline"],
         wandb: Any,
     ) -> None:
-        """Start or resume the run; `wandb` is the package. Raises OSError if that fails."""
+        """Start or resume the run; `wandb` is the imported package. Raises OSError if that fails."""
         self._run = wandb.init(
             project=project,
             entity=entity,
@@ -349,7 +350,7 @@ class WandbTracker:
         self._run.define_metric(f"{_EVALUATIONS}*", step_metric=_WANDB_VERSION)
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Log a row. W&B has one row per step and rejects steps that it has passed."""
+        """Log the metrics of a step as one row. W&B has one row per step and rejects steps before the newest one."""
         if any(name.startswith(_EVALUATIONS) for name in figures):
             self._run.log({**figures, _WANDB_VERSION: float(step)}, step=max(step, self._newest))
         elif step > self._newest:
@@ -360,9 +361,9 @@ class WandbTracker:
         """Do nothing: W&B keeps the first of two rows of a step."""
 
     def flush(self) -> Bookmark:
-        """Return the bookmark; the package has taken all rows and writes on its own thread."""
+        """Return the bookmark without waiting; the package has taken all rows and writes them in the background."""
         return {"id": self._run.id, "step": self._newest}
 
     def close(self) -> None:
-        """Wait until W&B has sent everything, as long as its own timeout allows."""
+        """Wait until W&B has sent all rows, or its own timeout has passed."""
         self._run.finish()

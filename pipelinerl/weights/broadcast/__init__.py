@@ -1,1 +1,1 @@
-"""Broadcast of weights to all engines at once, through a process group that the trainer leads."""
+"""Broadcast of weights to all engines together, through a process group that the trainer leads."""

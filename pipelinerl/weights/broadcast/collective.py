@@ -1,14 +1,14 @@
-"""`Collective`: one process group between a trainer (rank 0) and its engines, built directly on a store.
+"""`Collective`: a process group of a trainer (rank 0) and its engines, built directly on a torch store.
 
-It never touches torch's default group, so it coexists with any group of the trainer or engine. Each membership has its
-own prefix in the store, so a new group does not depend on an old one. Every wait has a deadline, and sockets are bound
-to one chosen address. This module imports torch, so import it only where torch is needed.
+The group never touches torch's default group, so it coexists with any other group of the trainer or engine. Each
+membership has its own prefix in the store, so a new group does not depend on an old one. Every wait has a deadline, and
+sockets are bound to one chosen address. This module imports torch, so import it only where torch is needed.
 
-Gloo cannot interrupt a blocked receive, which ends when the bytes arrive, at its deadline, or when the sender leaves or
-dies before it starts to send. In the middle of a tensor the receiver may not notice that the sender is gone, so tensors
-are small and deadlines short. Large groups connect only along the edges of a broadcast tree (`Connections.TREE`): 64
-engines need 64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the
-group forms, which detects a missing rank.
+A blocked receive of gloo cannot be interrupted. It ends when the bytes arrive, at its deadline, or when the sender
+leaves or dies before it starts to send. If the sender dies in the middle of a tensor, the receiver may not notice, so
+tensors are small and deadlines short. Large groups connect only along the edges of a broadcast tree
+(`Connections.TREE`): 64 engines need 64 connections instead of the 2,080 of a full mesh. While the group forms, a
+broadcast of one byte opens these connections, so that a missing rank is detected.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.system.machine import address_towards, family_of, without_name_servers
 
-#: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code
-#: polls the store instead. The poll interval is this share of the time waited so far, within these bounds.
+#: Interval between polls of the store: this share of the time waited so far, within these bounds (seconds). The store
+#: is polled because a blocking wait cannot be interrupted, and torch prints two warnings whenever one times out.
 _POLL_SHARE: Final = 0.05
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.01
 
@@ -42,10 +42,10 @@ dist: Any = torch.distributed
 
 @final
 class Rendezvous:
-    """The store at which group members meet; it listens on `host` only (a bare TCPStore listens on all addresses)."""
+    """The store through which members of a group connect. Unlike a plain TCPStore, it listens only on `host`."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on (`host`, `port`); port 0 picks a free port. Raises AddressError if the address cannot be bound."""
+        """Listen on `host` and `port`; port 0 picks a free port. Raises AddressError if the address cannot be bound."""
         listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -89,16 +89,16 @@ class Collective:
         connections: Connections | None = None,
         timeout_s: float,
     ) -> Collective:
-        """Meet the other ranks at the store on (`host`, `port`); block until all have joined.
+        """Join the group through the store on (`host`, `port`); block until all ranks have joined.
 
-        Raises DeadlineError if the store or a rank is missing after `timeout_s`, UpdateError if the store is closed, a
-        rank left, or the backend is not available here.
+        Raises DeadlineError if the store or a rank is missing after `timeout_s`; UpdateError if the store is closed, a
+        rank has left, or this process lacks the backend.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
-            # Torch would retry until the deadline. The store is up before any engine is asked to join, so a refused
-            # connection means that the trainer has given up on this group.
+            # Connect once before torch does, which would retry until the deadline. The store is up before any engine is
+            # asked to join, so a refused connection means that the trainer has given up on this group.
             socket.create_connection((host, port), timeout=timeout_s).close()
             with without_name_servers(host):
                 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
@@ -113,20 +113,21 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """The device on which tensors must be for a broadcast."""
+        """The device on which tensors to be broadcast must be."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` to the group's store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
+        """Write `text` as `key` to the store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:
             raise _translated(error, f"announcing {key} in {self._name}") from error
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Return what rank 0 announced as `key`, as soon as it is there.
+        """Wait until rank 0 has announced a text under `key`, and return the text.
 
-        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this or rank 0 left.
+        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this rank or rank 0
+        left.
         """
         began = time.monotonic()
         while self._group is not None:
@@ -152,8 +153,8 @@ class Collective:
 
         Raises:
             DeadlineError: a rank was silent until the deadline.
-            UpdateError: a rank left or died. After either error this rank has left the group. Ranks that wait for it
-                and have received no part of the tensor then fail without waiting for their deadlines.
+            UpdateError: a rank left or died. After either error this rank has left the group. Other ranks that wait for
+                this rank, and have received no part of the tensor yet, then fail without waiting for their deadlines.
         """
         group, work = self._group, None
         if group is None:
@@ -162,18 +163,18 @@ class Collective:
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
-                work.wait(options.timeout)  # raises the error with which the broadcast failed
+                work.wait(options.timeout)  # `wait` raises the error with which the broadcast failed
             else:
                 wait_for_nccl(work, deadline=deadline)
         except RuntimeError as error:
-            group = work = None  # drop both, since they keep connections open and the traceback keeps this frame alive
+            group = work = None  # drop references, which would keep connections open while a traceback holds this frame
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
-        if self._group is not group:  # `close` on another thread aborts the work, which may then look complete
+        if self._group is not group:  # `close`, called on another thread, aborts the work, which may then look complete
             raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:
-        """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
+        """Leave the group; ranks that wait for this rank in a broadcast fail immediately. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend is Backend.NCCL:
             abort_nccl(group)
@@ -195,7 +196,7 @@ def _process_group(
     remaining_s = max(deadline - time.monotonic(), 1e-3)
     if backend is Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()
-        # Pass an address rather than a name: gloo would resolve the host name, which fails without a network.
+        # Pass an address; by default gloo would resolve the host name, which fails without a network.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
         options._timeout = timedelta(seconds=remaining_s)
         options._threads = 1
@@ -207,7 +208,7 @@ def _process_group(
 
 
 def _meet(group: Any, deadline: float) -> None:
-    """Connect to the ranks that this rank receives from and forwards to."""
+    """Connect to the ranks with which this rank exchanges bytes in a broadcast, by a broadcast of one byte."""
     options = _options(0, deadline)
     group.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
 
@@ -229,17 +230,18 @@ def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | Up
 
 # --- NCCL -------------------------------------------------------------------------------------------------------------
 #
-# A failure of an NCCL group is an error in the calling thread, within a deadline. By default torch's watchdog ends the
-# whole process when a rank dies. `connect_nccl` turns that off for its own group only; other groups of the process,
-# such as a trainer's, keep torch's behaviour. A work is also complete when it has failed, so `wait_for_nccl` checks for
-# an exception, and the owner of a failed group aborts it with `abort_nccl`.
+# By default, torch's watchdog ends the whole process when a rank of an NCCL group dies. `connect_nccl` turns the
+# watchdog off for its own group only, so that a failure is an error in the calling thread, within a deadline; other
+# groups of the process, such as a trainer's, keep torch's behaviour. A torch work object also counts as complete when
+# it has failed, so `wait_for_nccl` checks for an exception, and the owner of a failed group aborts the group with
+# `abort_nccl`.
 #
-# Communicators do not block: a thread connects, and its caller waits until the deadline. What torch waits for inside
-# such a thread ends after `TORCH_NCCL_NONBLOCKING_TIMEOUT` seconds.
+# Communicators are non-blocking: a thread connects, and the caller waits for this thread until the deadline. Waits of
+# torch within the thread end after `TORCH_NCCL_NONBLOCKING_TIMEOUT` seconds.
 #
-# No GPU has run this part. Its tests use gloo's works and a fake with torch's published signatures.
+# This NCCL code has not been run on GPUs. Its tests use work objects of gloo, and a fake with torch's signatures.
 
-#: Torch reads these when it builds a group: the watchdog neither ends the process nor writes traces.
+#: Environment variables that torch reads when it builds a group: the watchdog does not end the process or write traces.
 _WITHOUT_WATCHDOG: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -247,16 +249,16 @@ _WITHOUT_WATCHDOG: Final = {
 }
 _environment = threading.Lock()
 
-#: Torch's default of 30 minutes would keep the thread of an abandoned connection that long.
+#: Longest time in seconds to connect. With torch's default, the thread of an abandoned connection lives for 30 minutes.
 _LONGEST_CONNECT_S: Final = 120
 _ABORT_S: Final = 5.0
 _POLL_S: Final = 2e-4
 
 
 def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """Return a group whose ranks have all connected, within `timeout_s`; `library` is `torch.distributed`.
+    """Connect all ranks within `timeout_s` and return the group; `library` is `torch.distributed`, or a fake in tests.
 
-    Raises RuntimeError if a rank is missing or NCCL failed; the group has been aborted then.
+    Raises RuntimeError, after aborting the group, if a rank is missing or NCCL failed.
     """
     deadline = time.monotonic() + timeout_s
     options = library.ProcessGroupNCCL.Options()
@@ -278,7 +280,7 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
 
 
 def wait_for_nccl(work: Any, *, deadline: float) -> None:
-    """Wait until the bytes of `work` have arrived; torch's own wait only orders streams.
+    """Wait until the bytes of `work` have arrived; torch's own `wait` would only order CUDA streams.
 
     Raises RuntimeError if the work fails, or is not complete by `deadline` (monotonic seconds).
     """
@@ -294,12 +296,12 @@ def wait_for_nccl(work: Any, *, deadline: float) -> None:
 
 def abort_nccl(group: Any) -> None:
     """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
-    # NCCL's abort may wait for a thread that still connects.
+    # NCCL's abort may block while another thread is still connecting, so wait only for a limited time.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
 
 
 def _meet_nccl(library: Any, group: Any, device: torch.device, deadline: float) -> None:
-    # NCCL connects at the first collective. One byte connects now, so that a missing rank is detected here.
+    # By default NCCL connects at the first collective. Connect now, so that a missing rank is detected here.
     group.eager_connect_single_device(device)
     options = library.BroadcastOptions()
     options.rootRank = 0

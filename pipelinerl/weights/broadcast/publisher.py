@@ -1,15 +1,15 @@
-"""`BroadcastPublisher`: pushes the trainer's weights to all engines at once, through a process group that it leads.
+"""`BroadcastPublisher`: sends the trainer's weights to all engines together, through a process group that it leads.
 
-    form the group (only when it changed) ─▶ PREPARE on all ─▶ broadcast, bucket by bucket ─▶ COMMIT on all
+    form the group (only if it changed) ─▶ PREPARE to all engines ─▶ broadcast, bucket by bucket ─▶ COMMIT to all
 
 No byte is sent before every engine has accepted the manifest. The model is never copied as a whole: one bucket is
-staged at a time, and hashed as it is sent. Each engine ends with either the old weights or the new ones, and the report
-says which.
+staged at a time, and hashed as it is sent. Afterwards each engine serves either the old weights or the new ones, and
+the report says which.
 
-An engine that refuses, is unreachable, dies or hangs is reported and dropped. The others are served in the same
-publication by a new generation of the group, so that one engine with a different model cannot block the fleet. If a
-group fails to form, its rendezvous is closed, so engines that wait there for the missing one fail at once. Engines that
-failed only because of others are reported as blameless.
+An engine that refuses, is unreachable, dies or hangs is reported as failed and dropped. The remaining engines are
+served in the same publication by a new generation of the group, so that one engine with a different model cannot block
+the fleet. If a group fails to form, its rendezvous is closed, so engines that wait there for a missing engine fail
+immediately. Engines that failed only because of other engines are reported as blameless.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -59,18 +59,18 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: Generations increase with (epoch, membership, attempt), so those of a restarted trainer exceed its predecessor's.
+#: Generation numbers increase with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
-#: Time limit for one piece of a broadcast. Engines take a piece in milliseconds, but gloo may wait for a dead engine.
+#: Time limit in seconds for one piece of a broadcast. A piece takes milliseconds, but gloo may wait for a dead engine.
 _PIECE_S: Final = 10.0
 
-#: Groups with more ranks than this connect only along the broadcast tree: 64 engines then join in 0.1 s instead of 1 s,
-#: each with a tenth of the connections.
+#: Groups with more ranks than this connect only along the broadcast tree. 64 engines then join in 0.1 s instead of 1 s,
+#: and each has a tenth of the connections.
 _EACH_TO_EACH: Final = 9
 
-#: An engine that failed with one of these was waiting for another engine, which is the cause.
+#: Errors of an engine that was waiting for another engine; that other engine is the cause.
 _VICTIM = (DeadlineExceeded, PeerLost)
 
 
@@ -84,7 +84,7 @@ class _EngineGroup:
 
 @final
 class BroadcastPublisher:
-    """A `Publisher` that broadcasts. One publication runs at a time; others wait their turn."""
+    """A `Publisher` that broadcasts. Only one publication runs at a time; concurrent calls of `publish` wait."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class BroadcastPublisher:
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
-        """Create the publisher. `host` is an address of this machine that engines can reach; None detects one."""
+        """Create the publisher. `host` is an address of this machine that engines can reach; None: it is detected."""
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
@@ -140,7 +140,7 @@ class BroadcastPublisher:
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> bool:
-        """Try to serve all targets. Return True when no target remains; otherwise the caller tries again."""
+        """Try once to serve all remaining engines. Return True if none remains; otherwise the caller tries again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return not progress.targets
@@ -175,14 +175,15 @@ class BroadcastPublisher:
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
-        # Ranks that wait for the missing one, this process included, would otherwise wait until their deadlines.
+        # Without this, all ranks that have joined would wait for the missing rank until their deadlines.
         self._close_rendezvous()
         own.add_done_callback(_close_when_done)
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
         progress.permanent |= lasting(culprits)
-        # An engine reports overload when joins of failed groups are still pending; it did not cause those failures.
+        # An engine reports overload while its joins of earlier, failed groups are pending. It did not cause those
+        # failures.
         progress.blameless |= {url for url, error in culprits.items() if isinstance(error, Overloaded)}
         progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
         if not failures:
@@ -191,10 +192,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Return whether to retry with a higher generation, because engines have joined one above this trainer's."""
-        # A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
-        # invalid.
-        # This is tried once per publication; an engine that reports yet another generation is dropped.
+        """Raise the generation and return True, if engines rejected it because they had joined a higher one."""
+        # If a later trainer had made the higher generation, engines would report that trainer's epoch, so it was
+        # invalid. The generation is raised once per publication; an engine that then reports yet another generation is
+        # dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False
@@ -208,7 +209,7 @@ class BroadcastPublisher:
         return True
 
     async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
-        """Return a store that all members can reach; replace it once an engine from another machine joins."""
+        """Return a store that all members can reach; open a new one when an engine on another machine joins."""
         host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
         if self._rendezvous is not None and self._rendezvous.host != host:
             self._close_rendezvous()
@@ -266,7 +267,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group in the background, as gloo's threads take 10 ms to end; NCCL blocks, to free the device."""
+        """Leave the group: with gloo in the background, as it takes 10 ms; with NCCL now, to free GPU memory."""
         if self._backend is not Backend.GLOO:
             self._leave()
         group, self._group = self._group, None
@@ -287,11 +288,11 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Return whether all targets are armed; if not, abort those that were and leave the group."""
+        """Send PREPARE; return True if all targets accept it. Otherwise abort it on those that did; leave the group."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:
-            # Build the request once for engines that know the layout, and once for those that do not.
+            # Build only two requests: one for engines that know the layout, and one for engines that do not.
             (how,) = named
             if how not in made:
                 where = {"group": self._name, "generation": group.generation}
@@ -335,7 +336,7 @@ class BroadcastPublisher:
         return sending.result()
 
     async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
-        # Draining sequences may take longer than the time an engine may be silent.
+        # With `drain`, an engine answers only after its sequences have ended, so it may be silent for longer.
         drains = progress.publication.on_update is OnUpdate.DRAIN
         patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
@@ -347,7 +348,7 @@ class BroadcastPublisher:
         if errors:
             self._leave()
         progress.permanent |= lasting(errors)
-        # Gloo forwards along a tree: an engine behind a dead one has missed the bytes and is tried again.
+        # Gloo forwards bytes along a tree: an engine below a dead one has missed bytes, so it is retried.
         missed = {url for url, error in errors.items() if isinstance(error, _VICTIM)}
         hopeless = len(missed) == len(answers) or time.monotonic() > progress.deadline
         progress.drop(
@@ -363,7 +364,7 @@ class BroadcastPublisher:
             if isinstance(answer, PipelineError)
         }
         progress.drop(lost)
-        # A process that was restarted in the meantime answers at the same URL, and knows of no update.
+        # An engine process that was restarted meanwhile answers at the same URL, but does not know the update.
         restarted = {url for url, answer in answers.items() if isinstance(answer, NotPrepared)}
         hopeless, progress.broke = progress.broke and not lost, True
         if hopeless or not can_retry or time.monotonic() > progress.deadline:
@@ -394,5 +395,5 @@ def _listed(failed: dict[str, str]) -> str:
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:
-    """Return the longest silence allowed to an engine; time remains to serve the others without it."""
+    """Return the seconds for which an engine may be silent, so short that time remains to serve the other engines."""
     return min(progress.publication.timeout_s / 3, progress.remaining_s)

@@ -25,13 +25,14 @@ from pipelinerl.weights.publisher import WeightSource
 from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
 
-#: If no bucket exceeds this many times the usual size, two are staged: one is filled while the other is hashed.
+#: Two buckets are staged (one is filled while the other is hashed) unless a bucket exceeds the usual size this many
+#: times.
 _LARGEST_OF_TWO: Final = 2
 
 
 @final
 class WeightSender:
-    """Sends the weights once, on one thread; after a failure, `broke_in_group` is True if a peer caused it."""
+    """Sends the weights once, on one thread; after a failure, `broke_in_group` is True if another rank caused it."""
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; with `pieces_key`, announce the layout; without a group, only hash.
+        """Send the weights and return their digest; without a group, only hash. `pieces_key` announces the layout.
 
-        Raises UpdateError if the trainer deviates from its layout or a rank left, DeadlineError if a rank takes no
-        piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
+        Raises UpdateError if the trainer deviates from its layout or a rank left; DeadlineError if a rank takes no
+        piece for `silence_s`, or has not taken all pieces by `deadline` (monotonic seconds).
         """
         if group is not None and pieces_key:
             self._announce(group, pieces_key)
@@ -76,7 +77,7 @@ class WeightSender:
                     digest.settle()
                 return last[: end - start]
 
-            # `first` is emptied, so that its array is freed as early as the others.
+            # Pop the first parameter from the list, so that its array is freed as early as those of other parameters.
             weights = lambda: itertools.chain((first.pop() for _ in range(len(first))), gathered)  # noqa: E731
             for bucket, filled in enumerate(packed(self._layout, weights, self._bounds, room)):
                 for start, end in cut(0, filled.numel(), self._bucket_bytes):
@@ -104,7 +105,7 @@ class WeightSender:
 
 
 def _staging_device(group: Collective | None, first: list[tuple[str, Any]]) -> torch.device:
-    """Return the device on which buckets are filled: the group's if it is a GPU, else that of the weights."""
+    """Return the device on which buckets are filled: the group's device if it is a GPU, else that of the weights."""
     if group is not None and group.device.type != "cpu":
         return group.device
     array = first[0][1] if first else None
@@ -117,11 +118,12 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield the weights bucket by bucket, in memory from `room(start, end)`. Raises UpdateError on another layout."""
+    """Copy the weights into memory from `room(start, end)`; yield each bucket. Raises UpdateError on a wrong layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Models have ten thousand parameters and more, and slicing a tensor costs several times as much as an array.
+        # Slice numpy arrays: models have over ten thousand parameters, and slicing a tensor costs several times as
+        # much.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))
@@ -159,6 +161,6 @@ def _write(array: Any, into: torch.Tensor) -> None:
             into.copy_(torch.from_numpy(host.copy()))
         return
     tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
-    if tensor.is_cuda:  # keep the tensor's memory until this stream has read it
+    if tensor.is_cuda:  # the tensor's memory must not be reused before this stream has read it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

@@ -1,8 +1,8 @@
-"""Connections to a parameter server: `ServerClient` for threads that push and pull, its messages, and transports.
+"""Connections to a parameter server: the client `ServerClient`, its messages, and transports that fetch shards.
 
-Bytes move directly between the socket and the caller's memory, with no buffer between. Every call ends by its deadline;
-a read also ends after `STALL_S` without a byte. `cut` ends a call at once from another thread. An error reported by the
-server is raised here as the same class. A server that is unreachable raises a `ServerLost` that names it.
+Bytes move directly between the socket and the caller's memory, without a buffer. Every call ends by its deadline; a
+read also ends after `STALL_S` without a byte. `cut`, called from another thread, ends a call immediately. An error that
+the server reports is raised by the client as the same class. If a server is unreachable, `ServerLost` names it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from pipelinerl.weights.parameter_server.shared_memory import (
 )
 from pipelinerl.weights.pull import PullOrder, Range
 
-#: (epoch, version). All weights of a later trainer sort after those of an earlier one.
+#: Key of a version: (epoch, version). All versions of a later trainer sort after those of an earlier trainer.
 Key = tuple[int, int]
-#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
+#: Longest pause in seconds between two bytes that a server sends. Answers for which the server computes may take
+#: longer.
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 
@@ -58,11 +59,11 @@ class ServerClient:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection; the next call opens a new connection."""
         self._connection.close()
 
     def cut(self) -> None:
-        """Fail the call in which another thread waits, and every later call."""
+        """Make the call in which another thread waits fail, and every later call too."""
         self._is_cut = True
         connected = self._connection.sock
         if connected is not None:
@@ -72,7 +73,7 @@ class ServerClient:
     def call(
         self, method: str, path: str, answer: type[Answer], body: Wire | None = None, *, deadline: float
     ) -> Answer:
-        """Exchange JSON: send `body` and return the parsed answer.
+        """Send `body` as JSON and return the server's answer, parsed as `answer`.
 
         Raises the ContractError that the server reports, or UpdateError or DeadlineError without a proper answer.
         """
@@ -87,12 +88,12 @@ class ServerClient:
             ) from None
 
     def write(self, path: str, data: memoryview, start: int, num_bytes: int, *, deadline: float) -> None:
-        """PUT the bytes that begin at `start` of a version of `num_bytes`; raises as `call` does."""
+        """PUT `data` as the bytes from `start` on of a version of `num_bytes`. Raises the same errors as `call`."""
         headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{num_bytes}"}
         self._exchange("PUT", path, headers, data, deadline=deadline)
 
     def read(self, path: str, into: memoryview, start: int, *, deadline: float) -> None:
-        """Fill `into` with the bytes that begin at `start`; raises as `call` does."""
+        """GET the bytes of a version from `start` on, and fill `into` with them. Raises the same errors as `call`."""
         if not len(into):
             return
         headers = {"range": f"bytes={start}-{start + len(into) - 1}"}
@@ -106,7 +107,7 @@ class ServerClient:
                     if not count:
                         raise ServerLost(f"{self.url} closed the connection after {start + at} bytes")
                     at += count
-                response.read()  # reads the end of the body, so that the connection can be reused
+                response.read()  # read the end of the body, so that the connection can be reused
         except _FAILURES as error:
             raise self._failed(f"GET {path}", error, deadline) from error
 
@@ -122,7 +123,7 @@ class ServerClient:
     def _begun(
         self, method: str, path: str, headers: Mapping[str, str], body: Any, *, deadline: float
     ) -> http.client.HTTPResponse:
-        """Return the response, unread. Reconnect once if the server closed the connection while it was idle."""
+        """Send a request; return the response, unread. Reconnect once if the server closed the idle connection."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("its deadline has passed")
@@ -133,7 +134,7 @@ class ServerClient:
                 self._connection.sock.settimeout(self._connection.timeout)
             else:
                 self._connection.connect()
-            if self._is_cut:  # `cut` may have been called before there was a socket to shut down
+            if self._is_cut:  # `cut` may have been called before the connection had a socket
                 raise OSError("it was cut off")
             self._connection.request(method, path, body=body, headers={**self._headers, **headers})
             return self._connection.getresponse()
@@ -169,7 +170,7 @@ PROGRESS: Final = "/progress"
 
 
 class ShardSpec(Wire):
-    """The part of a version that a server holds: shard `number` of `count`, as cut by `WeightLayout.shards`."""
+    """The part of a version that a server holds: shard `number` of `count`, as divided by `WeightLayout.shards`."""
 
     number: int = Field(default=0, ge=0)
     count: int = Field(default=1, ge=1, le=256)
@@ -190,7 +191,7 @@ class ShardSpec(Wire):
 
 
 class Announcement(Wire):
-    """Announcement of a coming version. `progress` lists all members, each with the version it has confirmed."""
+    """Announces a version to a server before its bytes are sent. `progress` maps members to confirmed versions."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     version: int = Field(ge=0, lt=MOST_VERSION)
@@ -207,7 +208,7 @@ class Seal(Wire):
 
 
 class CopyOrder(Wire):
-    """Request to fetch the bytes of an announced version from another server, in place of a write by the trainer."""
+    """Request that a server fetches the bytes of an announced version from another server instead of the trainer."""
 
     source: BaseUrl
     digest: str
@@ -216,14 +217,14 @@ class CopyOrder(Wire):
 
 
 class ProgressReport(Wire):
-    """The version that each member has confirmed; versions are no longer held for members that are not listed."""
+    """The version that each member has confirmed. Servers stop holding versions for members that are not listed."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     progress: dict[str, Key | None]
 
 
 class VersionRecord(Wire):
-    """One version on one server: `shard` of the `num_bytes` of its layout.
+    """One version on one server, which holds `shard` of the version's `num_bytes`.
 
     `digest` covers the shard's bytes, `whole` the version's; both are None until the version is sealed. A process on
     the same host can map the version at `segment`; only the shard's bytes in it are valid.
@@ -245,7 +246,7 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions that a server holds, oldest first, and the members it holds them for."""
+    """The versions that a server holds, oldest first, and the members for which it holds them."""
 
     epoch: int
     room: int
@@ -254,9 +255,9 @@ class ServerState(Wire):
     saved: Key | None
 
 
-#: Size of a part fetched by HTTP: negligible overhead per request, but small enough that streams end together.
+#: Bytes fetched per HTTP request: enough for a small overhead, few enough that parallel streams end at the same time.
 HTTP_PART_BYTES: Final = 8 * 2**20
-#: Size of a part copied from shared memory: small enough to be hashed while it is still in the processor's cache.
+#: Bytes per copy from shared memory: few enough to be hashed while they are still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 
@@ -265,7 +266,7 @@ _WATCH_S: Final = 0.05
 
 
 class ShardTransport(Protocol):
-    """Fetches the missing parts of a shard."""
+    """Interface: fetches those parts of a shard that a buffer does not have yet."""
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
         """Fetch the shard's missing parts. Raises UpdateError on failure or cancellation, DeadlineError if too late."""
@@ -274,7 +275,7 @@ class ShardTransport(Protocol):
 
 @final
 class SharedMemoryTransport:
-    """Copies from a mapped segment."""
+    """Copies a shard from a server's shared memory, which is mapped in this process."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._memory = attachment.bytes
@@ -292,7 +293,7 @@ class SharedMemoryTransport:
 
 @final
 class HttpTransport:
-    """Fetches ranges over parallel streams, each with its own connection and thread."""
+    """Fetches a shard by HTTP over parallel streams, each with its own connection and thread."""
 
     def __init__(self, url: str, *, token: str | None, streams: int = STREAMS) -> None:
         self._url = url
@@ -315,7 +316,7 @@ class HttpTransport:
             for client in clients:
                 client.cut()
             for stream in streams:
-                stream.exception()  # a cut stream ends at once; no thread may write into the buffer after this
+                stream.exception()  # wait for the cut streams to end: no thread may write into the buffer afterwards
             for client in clients:
                 client.close()
         failures = [failure for stream in streams if (failure := stream.exception()) is not None]
@@ -335,7 +336,7 @@ def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrde
 
 
 def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
-    """Wait until all streams have ended or one has failed; raise if the pull was cancelled or is too late."""
+    """Wait until all streams have ended or one has failed; raise an error if the pull is cancelled or too late."""
     ended = threading.Semaphore(0)
     for stream in streams:
         stream.add_done_callback(lambda _: ended.release())

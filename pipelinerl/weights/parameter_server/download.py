@@ -1,12 +1,12 @@
 """`WeightPuller`: fetches each shard of a version from the first server that can provide it, by the best transport.
 
-    each shard: request the server's record ─▶ map its segment, or open streams ─▶ parts arrive and are hashed
+    each shard: request the server's record ─▶ map its memory, or open streams ─▶ parts arrive and are hashed
     all shards have arrived ─▶ compare digests
 
 Shards are fetched concurrently. If a server fails, the parts already received are kept, and the shard's next server
 provides the rest. If no server can provide a shard, the other shards are cancelled and the error names it. Weights are
-returned only if their digest equals the announced one. A pull ends by its deadline, and soon after it is cancelled. A
-server that satisfies the contract but does not report its segment is fetched from by HTTP.
+returned only if their digest equals the announced one. A pull ends by its deadline, or soon after it is cancelled. If a
+server does not report a memory segment that can be mapped, HTTP is used.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from pipelinerl.weights.parameter_server.connection import (
 from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, ReceiveBuffer, SharedMemoryAddress
 from pipelinerl.weights.pull import PullOrder
 
-#: Time limit for a server to report what it holds.
+#: Time limit in seconds for a server to report its record of a version.
 _RECORD_S: Final = 5.0
 
 
 @final
 class WeightPuller:
-    """A `PullSource` for one pull at a time; the segments of servers it has contacted stay mapped."""
+    """A `PullSource` for one pull at a time; shared memory of servers stays mapped for the next pull."""
 
     def __init__(self, *, token: str | None, shared_memory: bool = True) -> None:
         """Create the puller. `token` is the servers' bearer token; without `shared_memory` all bytes travel by HTTP."""
@@ -56,7 +56,7 @@ class WeightPuller:
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
-                # One server sent wrong bytes, and it is unknown which: fetch all again, from each shard's next server.
+                # It is unknown which server sent the wrong bytes, so fetch all shards again, each from its next server.
                 rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
                 if all(len(shard.sources) == 1 for shard in order.shards):
                     raise
@@ -75,7 +75,7 @@ class WeightPuller:
         finally:
             others_failed.set()
             for one in bringing:
-                one.exception()  # a cancelled fetch ends at once; no thread may write into the buffer after this
+                one.exception()  # wait for the cancelled fetches: no thread may write into the buffer afterwards
         if failed:
             raise failed[0]
 
@@ -99,7 +99,7 @@ class WeightPuller:
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory, if the server reports one. Raises UpdateError, NotPrepared."""
+        """Return the address of the version's memory, or None if not reported. Raises UpdateError, NotPrepared."""
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:

@@ -1,18 +1,18 @@
-"""`PullPublisher`: sends weights through parameter servers, from which each engine fetches on its own.
+"""`PullPublisher`: uploads weights to parameter servers, from which each engine fetches them independently.
 
-    upload to the servers ─▶ per engine: PREPARE (it starts to fetch) ─▶ COMMIT ─▶ report to the servers who serves what
+    upload to the servers ─▶ per engine: PREPARE (starts the fetch) ─▶ COMMIT ─▶ report engines' versions to the servers
                           └▶ or one announcement, for all engines that follow it ┘
 
-Engines do not wait for one another, and one that fails or dies does not delay the others. Each engine ends with the old
-weights or the new ones, and the report says which. An engine whose server fails mid-transfer is retried while time
-remains, from another replica or from the restarted server. Engines are spread evenly over the replicas of each shard
-(RLAX §3), and fetch from all shards at once.
+Engines do not wait for one another, and an engine that fails or dies does not delay the others. Afterwards each engine
+serves the old weights or the new ones, and the report says which. An engine whose server fails mid-transfer is retried
+while time remains, from another replica or from the restarted server. Engines are spread evenly over the replicas of
+each shard (RLAX §3), and fetch all shards concurrently.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a parameter server, and room on it | the server; the engines' progress | the publication's timeout |
-| PREPARE, COMMIT | the engine | the rest of it |
-| engines that received an announcement | they answer | the rest of it, or the announcer's timeout |
+| PREPARE, COMMIT | the engine | the rest of the publication's timeout |
+| engines that received an announcement | their answers | the rest of that timeout, or the announcer's timeout |
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: Errors for which the engine is not to blame: its parameter server was lost, late, or sent wrong bytes.
+#: Errors that are not the engine's fault: its parameter server was lost or late, or sent wrong bytes.
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: Up to this many engines get direct requests if an announcement would mostly reach other engines.
+#: Up to this many engines get requests instead of an announcement, if more engines would have to be left out of it.
 _FEW: Final = 64
-#: Time limit for the report to the servers; the next publication repeats the report.
+#: Time limit in seconds for the report to the servers; if it fails, the next publication reports again.
 _CONFIRM_S: Final = 5.0
 
 
 @final
 class PullPublisher:
-    """A `Publisher` through parameter servers. One publication runs at a time; others wait their turn."""
+    """A `Publisher` that uses parameter servers. Only one publication runs at a time; concurrent calls wait."""
 
     def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
-        """Create the publisher; `announcer` reaches engines that follow announcements, requests reach the others."""
+        """Create the publisher. `announcer` reaches engines that follow announcements; requests reach all others."""
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
@@ -96,7 +96,7 @@ class PullPublisher:
             except UpdateError as error:
                 if not progress.pauses_s:
                     raise
-                # The remaining targets are engines that no earlier attempt has served.
+                # After an error, all engines that no earlier attempt has served count as failed.
                 progress.failed |= dict.fromkeys(progress.targets, str(error))
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
@@ -143,13 +143,13 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Return the results of engines that follow announcements; one that lacks the layout needs a request."""
+        """Announce the version; return the answers of engines, except of those that need a request with the layout."""
         if self._announcer is None:
             return {}
         publication = progress.publication
         left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
         if len(progress.targets) <= min(_FEW, len(left_out) - 1):
-            return {}  # for example, a single engine that joins
+            return {}  # few targets, such as one joining engine: requests are cheaper
         prepare = self._request(
             progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
         )
@@ -202,6 +202,6 @@ class PullPublisher:
 
 
 def _turned(uploaded: Uploaded, number: int) -> dict[str, Any]:
-    """Return the source fields of PREPARE: servers in order, rotated to spread engines over replicas."""
+    """Return the fields of PREPARE that name the servers, in an order rotated by `number` to spread engines evenly."""
     turned = [(*urls[at:], *urls[:at]) for urls in uploaded.sources for at in [number % len(urls)]]
     return {"sources": turned[0]} if len(turned) == 1 else {"shards": turned, "bucket_bytes": uploaded.bucket_bytes}

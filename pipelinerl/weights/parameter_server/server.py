@@ -1,6 +1,6 @@
 """Parameter server: the trainer writes versions of the weights to its host memory, and engines fetch them (RLAX §3).
 
-A server holds all of a version, or the shard that its announcement names; a byte has the same offset either way.
+A server holds a whole version, or only the shard that its announcement names; byte offsets are the same in both cases.
 
     trainer ─ announce ─▶ allocate memory ─ bytes (mapped, or PUT) ─▶ seal: compare digest ─▶ engines map it, or GET
                                                                                   └─▶ persistent copy, in parallel
@@ -9,18 +9,19 @@ A server holds all of a version, or the shard that its announcement names; a byt
     GET  /versions                              the versions held, and the members they are held for
     POST /versions                              announce a version: memory for it, if there is room
     GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
-    PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
+    PUT  /weights/{epoch}/{version}             bytes of an announced version, for the range in Content-Range
     POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
-    POST /versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and serve them from now on
+    POST /versions/{epoch}/{version}/seal       declare the bytes complete: if the digest matches, they are served
     GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
-    POST /progress                              the version that each member serves or holds; drops versions not needed
+    POST /progress                              the version that each member serves or holds; drops unneeded versions
 
-Bytes are served only after their digest was compared, from the memory in which they arrived. `version_table.py`
-has the rules for versions. A replica is another such server. A restarted server begins with the version that it saved.
+Bytes are served only after their digest was compared, from the memory in which they arrived. `version_table.py` has the
+rules for versions. A replica is another server with the same bytes. A restarted server begins with the version that it
+saved.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any, `LEAST_BYTES_PER_S` in all |
+| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without bytes; in all, `LEAST_BYTES_PER_S` |
 | a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
 | a copy | the other server | the order's timeout |
 | a digest, a save | its thread, which waits for nothing | – |
@@ -72,11 +73,12 @@ from pipelinerl.weights.parameter_server.version_table import (
 )
 from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
-#: Longest wait for the next bytes from a sender, and for a reader to take the next piece.
+#: Longest wait in seconds for a sender's next bytes, and for a reader to take the next piece.
 BODY_TIMEOUT_S: Final = 30.0
-#: Slowest sender that is accepted: a client that trickles bytes would otherwise hold a version's memory indefinitely.
+#: Least average rate of a sender. A client that sends very slowly would otherwise occupy a version's memory
+#: indefinitely.
 LEAST_BYTES_PER_S: Final = 2**20
-#: Bytes handed to a connection at once; other connections get their turn between two pieces.
+#: Bytes per write to a connection; between two such pieces, other connections are served.
 _PIECE_BYTES: Final = 4 * 2**20
 
 log = logging.getLogger("pipelinerl")
@@ -100,7 +102,7 @@ class ParameterServer:
         if self._store is None:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
-            # Unlike the epoch of a request, that of a snapshot is trusted without a limit.
+            # Set the epoch directly: the limit on how far a request may raise the epoch does not apply to a snapshot.
             self.table.epoch = snapshot.key[0]
             announced = self.table.announce(
                 Announcement(
@@ -136,7 +138,8 @@ class ParameterServer:
     async def seal(self, key: Key, seal: Seal) -> VersionRecord:
         """Serve the version from now on, if its bytes match the seal's digest.
 
-        Raises NotPrepared if it was not announced, DigestMismatch if the bytes do not match; they may be rewritten.
+        Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; then they may be
+        written again.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -152,7 +155,8 @@ class ParameterServer:
     async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
         """Fetch the bytes of an announced version from another server, and seal it.
 
-        Raises NotPrepared if it was not announced; UpdateError, DeadlineError or DigestMismatch if the source fails.
+        Raises NotPrepared if the version was not announced; UpdateError, DeadlineError or DigestMismatch if the source
+        fails.
         """
         with self.table.using(key) as version:
             if version.digest is None:
@@ -177,7 +181,7 @@ class ParameterServer:
             self._saving = asyncio.create_task(self._save(self._store))
 
     async def _save(self, store: SnapshotStore) -> None:
-        """Save the newest version until none is newer; after a failure, wait for the next version."""
+        """Save the newest version, and any newer one that has appeared. After a failure, wait for the next version."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
             snapshot = VersionSnapshot(
@@ -220,7 +224,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
     _add_versions(app, server)
-    # Starlette treats an instance as an ASGI application: these two routes move bytes without a request object.
+    # Routes as instances, which Starlette treats as ASGI applications, move bytes without a request object.
     app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
     app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
     app.add_exception_handler(ContractError, _refused)
@@ -298,14 +302,14 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # returning before the body is complete closes the connection
+            except TimeoutError:  # to return before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )
 
 
 async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
-    """Send the bytes [start, end) and the end of the body. Raises `TimeoutError` if the reader stalls."""
+    """Send the bytes [start, end) of `view` as the rest of a body. Raises `TimeoutError` if the reader stalls."""
     for piece in range(start, end, _PIECE_BYTES):
         body = view[piece : min(piece + _PIECE_BYTES, end)]
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -369,7 +373,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _range(text: str, form: str, version: Version) -> Range:
-    """Parse [start, end) of a header. Raises `InvalidRequest` if malformed, or outside the ranges held here."""
+    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if it is malformed or not held here."""
     match, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
     if match is None or not start < end <= size:

@@ -1,9 +1,10 @@
 """Memory of a parameter server: a `ReceiveBuffer` per version, which processes on the host can map.
 
-It is a memfd rather than a file in /dev/shm. A memfd has no name to clean up, so a server killed with -9 leaves nothing
-behind. It is not limited to the 64 MB that containers give /dev/shm. Only processes of the same user that see the
-server's process can open it, through /proc. A client on another host notices that the segment's unique name does not
-match, and falls back to HTTP. Linux only: elsewhere a segment is private memory, and all clients use HTTP.
+The memory is a memfd (an anonymous file in memory) rather than a file in /dev/shm. A memfd has no name to clean up, so
+a server killed with -9 leaves nothing behind, and it is not limited to the 64 MB that containers give /dev/shm. Only
+processes of the same user that see the server's process can open it, through /proc. A client on another host notices
+that the segment's unique name does not match, and falls back to HTTP. On systems other than Linux, a segment is private
+memory, and all clients use HTTP.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _HAS_MEMFD: Final = hasattr(os, "memfd_create")
 _NUMBERS: Final = itertools.count()
 
 
-#: Segments that stay mapped, per server: about as many as a server alternates between.
+#: Maximum number of mapped segments per server: about as many as a server uses in turn.
 _KEPT: Final = 4
 
 
 class Access(StrEnum):
-    """Access of an attachment to the memory."""
+    """Whether a process that maps a segment may only read it, or also write."""
 
     READ = "read"
     WRITE = "write"
@@ -52,13 +53,13 @@ class SharedMemoryAddress(Wire):
 
 @final
 class SharedMemory:
-    """`num_bytes` of shared memory, freed with its last user. A server reuses it for many versions."""
+    """A segment of `num_bytes` of shared memory, freed with its last user. A server reuses it for many versions."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.address: SharedMemoryAddress | None = None
         self._fd = -1
-        # The system rejects an empty mapping, but parameters may be empty.
+        # The system rejects an empty mapping, but weights may have no bytes.
         length = max(num_bytes, 1)
         if _HAS_MEMFD:
             name = f"pipelinerl-{os.getpid()}-{time.time_ns()}-{next(_NUMBERS)}"
@@ -71,7 +72,7 @@ class SharedMemory:
 
 @final
 class Attachment:
-    """A segment of another process, mapped here; it stays readable even if its server dies."""
+    """A segment of another process, mapped in this one; it stays readable even if the other process dies."""
 
     def __init__(self, address: SharedMemoryAddress, memory: NDArray[np.uint8]) -> None:
         self.address = address
@@ -88,7 +89,7 @@ class Attachment:
         except OSError:
             return None
         try:
-            # The descriptor may have been reused between the two calls, so check the file that was opened.
+            # The server may have reused the descriptor for another file before `open`, so check which file was opened.
             if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{address.name} (deleted)":
                 return None
             how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
@@ -102,14 +103,14 @@ class Attachment:
 
 @final
 class Attachments:
-    """Cache of mapped segments, since faulting in every page costs more than the copy."""
+    """Cache of mapped segments: after a new mapping, the page faults would cost more than the copy itself."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """Return the mapped segment of `server`; unmap those of its earlier processes, since mappings keep memory."""
+        """Return the segment at `address` of `server`, mapped; unmap segments of the server's earlier processes."""
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
         attached = alive.pop(address.name, None) or Attachment.to(address, self._access)
@@ -124,10 +125,10 @@ Part = Range
 
 @final
 class ReceiveBuffer:
-    """Buffer over `into`, flat uint8 in numpy or torch; a device is filled through host memory."""
+    """Buffer that fills `into`, flat uint8 in numpy or torch; memory on a GPU is filled through host memory."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
-        """Create the buffer; `shards` holds the ranges to fill, by shard. The digest covers them in byte order."""
+        """Create the buffer; `shards` has the byte ranges to fill, by shard. The digest covers all of them in order."""
         self.num_bytes: Final = len(into)
         self._into = into
         self._on_progress = on_progress
@@ -147,7 +148,7 @@ class ReceiveBuffer:
         self._hashing = threading.Lock()
 
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
-        """Return the parts [start, end) of a shard that have not arrived, in order. The first call fixes their size."""
+        """Return the parts [start, end) of a shard that have not arrived, in order. The first call fixes the size."""
         if shard not in self._parts:
             cut = (
                 (at, min(at + part_bytes, end))
@@ -158,7 +159,7 @@ class ReceiveBuffer:
         return [part for part in self._parts[shard] if part not in self._there]
 
     def memory(self, part: Part) -> NDArray[np.uint8]:
-        """Return host memory for the bytes of `part`."""
+        """Return host memory into which the bytes of `part` are to be written."""
         start, end = part
         return np.empty(end - start, np.uint8) if self._host is None else self._host[start:end]
 
@@ -174,7 +175,7 @@ class ReceiveBuffer:
             self._unhashed[start] = end, memory
             self._num_there += end - start
             self._on_progress(self._num_there)
-        if self._hashing.acquire(blocking=False):  # the thread that holds the lock hashes this part, too
+        if self._hashing.acquire(blocking=False):  # otherwise the thread that holds the lock also hashes this part
             try:
                 self._hash()
             finally:
@@ -187,7 +188,7 @@ class ReceiveBuffer:
         return self._digest.hexdigest()
 
     def _hash(self) -> None:
-        """Hash all parts that have arrived without a gap before them."""
+        """Hash all parts that have arrived, up to the first missing part."""
         while (landed := self._unhashed.pop(self._hashed_to, None)) is not None:
             end, memory = landed
             self._digest.update(memory)

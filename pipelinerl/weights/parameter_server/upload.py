@@ -1,11 +1,12 @@
-"""`Uploader`: uploads one version from the trainer to the parameter servers. Blocks, so it runs on its own thread.
+"""`Uploader`: uploads versions from the trainer to the parameter servers. It blocks, so run it on a separate thread.
 
-    announce to all ─▶ per shard: does a server hold it? ─ no ─▶ write it to one, seal ─▶ the others copy from that one
+    announce to all ─▶ per shard: does a server hold it? ─ no ─▶ write it to one server, seal ─▶ its replicas copy it
 
-A version is cut into shards, each held by its own servers (replicas). The trainer sends its bytes once, whatever the
-number of replicas: into the server's memory where it can be mapped here, else by PUT in buckets, which alternate
-between shards, so that all servers receive while the trainer still gathers. Trainer and server both hash the bytes
-before the server seals. A shard that a server already holds is not sent again, which is how a late joiner is served.
+A version is divided into shards; each shard is held by servers of its own (replicas). The trainer sends the bytes once,
+whatever the number of replicas: into the server's memory if this process can map it, else by PUT in buckets. Buckets
+alternate between shards, so that all servers receive bytes while the trainer still gathers. Trainer and server both
+hash the bytes before the server seals the version. A shard that a server already holds is not sent again, for example
+when the version is published again for an engine that joined late.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from pipelinerl.weights.publisher import Publication
 
 #: Bytes sent by HTTP are gathered and sent in buckets of about this size.
 BUCKET_BYTES: Final = 16 * 2**20
-#: Least number of buckets per shard, so that shards are about equal. Tensors are not split for that. For Llama-3-70B or
-#: Qwen2.5-7B the largest of 8 shards is 0.1 % above the mean. Only small models on many servers fare worse:
-#: Qwen2.5-0.5B, whose embedding is a quarter of the model, is 10 % above with 4 shards and 120 % with 8.
+#: Least number of buckets per shard, so that shards are about equal in size although tensors are not split. The largest
+#: of 8 shards of Llama-3-70B or Qwen2.5-7B is 0.1 % above the mean. For small models on many servers the excess is
+#: larger: for Qwen2.5-0.5B, whose embedding is a quarter of the model, 10 % with 4 shards and 120 % with 8.
 _BUCKETS_PER_SHARD: Final = 8
 
-#: In seconds: pause before a full or unreachable server is retried, and longest wait for an answer.
+#: Seconds before a full or unreachable server is retried, and the longest wait for an answer.
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 
@@ -71,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """Location of an uploaded version: each shard's servers in the order to try, and reasons of failed servers."""
+    """Where an uploaded version is held: each shard's servers in the order to try; and why other servers failed."""
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -81,12 +82,13 @@ class Uploaded:
 
 @final
 class Uploader:
-    """Client of a run's parameter servers, by base URL. One thread uses it at a time."""
+    """Uploads versions to a run's parameter servers. Only one thread may use it at a time."""
 
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
         """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
 
-        Without `shared_memory`, all bytes travel by HTTP. Raises ValueError if shards get different numbers.
+        Without `shared_memory`, all bytes travel by HTTP. Raises ValueError if shards would get different numbers of
+        servers.
         """
         replicas, over = divmod(len(urls), shards)
         if not replicas or over:
@@ -106,9 +108,9 @@ class Uploader:
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
         """Upload the version to every reachable server; wait for one server of each shard, and for room on it.
 
-        `progress` is what each engine has confirmed: servers hold versions for these engines and for one another only.
-        `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has announced itself,
-        UpdateError, which names each server, if none accepts some shard.
+        `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
+        other servers. `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has
+        announced itself, UpdateError, which names each server, if none accepts some shard.
         """
         while True:
             try:
@@ -175,7 +177,7 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard."""
+        """Return a server for shard `number`, and its record of the version; prefer a server that holds the shard."""
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
         if not records:
@@ -198,7 +200,7 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report what engines serve and replicas hold to all servers; return the failures, which need no retry."""
+        """Report the engines' and replicas' versions to all servers; return failures by URL, which need no retry."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
@@ -248,10 +250,10 @@ def write_shards(
     bucket_bytes: int,
     deadline: float,
 ) -> ShardsWritten:
-    """Write the shards that have a writer, by number, and seal them.
+    """Write those shards that have a writer (by shard number), and seal them.
 
-    Raises UpdateError if the trainer deviates from its layout or a server failed, ContractError if a server reports
-    it, DeadlineError if the write does not finish by `deadline` (monotonic seconds).
+    Raises UpdateError if the trainer deviates from its layout or a server is lost, ContractError if a server reports an
+    error, DeadlineError if the write does not finish by `deadline` (monotonic seconds).
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -302,7 +304,7 @@ class ShardWriter:
         self._client = client
         self._record = record
         self._deadline = deadline
-        # A single shard is the whole version, whose digest the sender already knows.
+        # A single shard is the whole version; its digest is computed by the sender.
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None
@@ -314,7 +316,7 @@ class ShardWriter:
         self._thread.shutdown()
 
     def put(self, memory: Memory, start: int, *, then: Callable[[], None]) -> None:
-        """Write `memory` at offset `start`, then call `then`, even if the write fails."""
+        """Queue a write of `memory` at offset `start`; call `then` afterwards, even if the write fails."""
         before = self._last
         if before is not None and before.done():
             before.result()
@@ -361,7 +363,7 @@ class _Buffers:
         self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
 
     def lend(self, *, deadline: float) -> Memory:
-        """Return a buffer; wait until one is free. Raises `DeadlineError`."""
+        """Return a free buffer; wait for one until `deadline`, then raise `DeadlineError`."""
         if self._unmade and self._free.empty():
             self._unmade -= 1
             return np.empty(self._num_bytes, np.uint8)

@@ -1,10 +1,10 @@
 """The versions of one parameter server: at most `room` in memory (`VersionTable`), the newest on disk.
 
-    announced ── bytes are written ──▶ sealed (complete) ── dropped, by `collectable` ──▶ its memory is reused
+    announced ── bytes are written ──▶ sealed (complete) ── dropped, if `collectable` ──▶ its memory is reused
 
 Only sealed versions are served, and a sealed version never changes. An incomplete version is dropped when the next one
-is announced. Memory is allocated once and then reused, since the first touch costs several times as much as a rewrite.
-A trainer of an earlier epoch is rejected. Every method runs on one event loop.
+is announced. Memory is allocated once and then reused, since writing to new pages costs several times as much. Requests
+of a trainer of an earlier epoch are rejected. All methods must run on one event loop.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Version:
 
 @final
 class VersionTable:
-    """One server's versions, and the progress of the members for which it holds them."""
+    """The versions on one server, and the confirmed versions of the members for which it holds them."""
 
     def __init__(self, *, room: int) -> None:
         """Create a table of `room` versions: at least one that is complete and one that is being written."""
@@ -101,14 +101,14 @@ class VersionTable:
         return None if key is None else self._lent(key)
 
     def find(self, key: Key) -> Version:
-        """Return a version. Raises `NotPrepared` if it is not held."""
+        """Return the version with this key. Raises `NotPrepared` if the server does not hold it."""
         if key not in self._held:
             held = ", ".join(map(named, sorted(self._held))) or "none"
             raise NotPrepared(f"version {named(key)} is not held here; held: {held}", param="version")
         return self._lent(key)
 
     def whole(self, key: Key) -> Version:
-        """Return a complete version. Raises `NotPrepared` if it is not held, or not complete yet."""
+        """Return the complete version with this key. Raises `NotPrepared` if it is not held, or not complete yet."""
         version = self.find(key)
         if version.digest is None:
             raise NotPrepared(f"version {named(key)} is not complete yet: its bytes are still being written")
@@ -117,8 +117,8 @@ class VersionTable:
     def announce(self, announcement: Announcement) -> Version:
         """Make room for a version; return it unchanged if it is already held.
 
-        Raises StaleVersion if a later epoch has begun or a later version is complete, LayoutMismatch if the version was
-        announced with another layout, Overloaded, which names the members, if all versions are still needed.
+        Raises StaleVersion if a later epoch has begun or a later version is complete; LayoutMismatch if the version was
+        announced with another layout; Overloaded if members still need all versions held, with the members' names.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)
@@ -146,10 +146,10 @@ class VersionTable:
         return self._lent(key)
 
     def seal(self, key: Key, digest: str, whole: str) -> Version:
-        """Serve the version from now on; the caller has compared `digest` with its bytes.
+        """Mark the version as complete, to be served; the caller must have compared `digest` with the bytes.
 
-        `whole` is stored unchecked: only a server with the only shard could verify it. Raises NotPrepared if the
-        version is not held, DigestMismatch if it is already complete, with another digest.
+        `whole`, the digest of the whole version, is stored unchecked, since a server may hold only one of the shards.
+        Raises NotPrepared if the version is not held, DigestMismatch if it is already complete with another digest.
         """
         self.find(key)
         held = self._held[key]
@@ -160,9 +160,9 @@ class VersionTable:
         return self._lent(key)
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
-        """Replace the recorded progress of the members, and drop versions that are no longer needed.
+        """Replace the confirmed versions of all members, and drop versions that are no longer needed.
 
-        Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last.
+        Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last one.
         """
         if epoch < self.epoch:
             raise StaleVersion(
@@ -182,7 +182,7 @@ class VersionTable:
 
     @contextmanager
     def using(self, key: Key) -> Iterator[Version]:
-        """Yield a version that is not dropped during the `with` block. Raises `NotPrepared` if it is not held."""
+        """Yield a version, and do not drop it during the `with` block. Raises `NotPrepared` if it is not held."""
         version = self.find(key)
         self._uses[key] += 1
         try:
@@ -212,7 +212,7 @@ class VersionTable:
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
-    """Return those of `whole` (versions held and complete) that are no longer needed.
+    """Return the keys of those complete versions in `whole` that are no longer needed and can be dropped.
 
     `progress` maps members to the version that each has confirmed; `epoch` is that of the current publisher.
     """
@@ -225,7 +225,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """Return one sentence per reason why an older version is kept, for a caller that waits for room."""
+    """Explain why older versions are kept, one sentence per reason, for the error message when there is no room."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):
@@ -255,7 +255,7 @@ _FORMAT: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSnapshot:
-    """One shard of a version in the store. `digest` covers the shard's bytes, `whole` the version's."""
+    """One shard of a version, as saved. `digest` is that of the shard's bytes, `whole` that of the whole version."""
 
     key: Key
     layout: WeightLayout
@@ -266,7 +266,7 @@ class VersionSnapshot:
 
 @final
 class SnapshotStore:
-    """The newest `keep` snapshots below `place`. Only one server may write there."""
+    """Store of the newest `keep` snapshots in the folder `place`. Only one server may write there."""
 
     def __init__(self, place: str, *, keep: int = 2) -> None:
         self.place = place
@@ -276,7 +276,8 @@ class SnapshotStore:
     def save(self, snapshot: VersionSnapshot, memory: NDArray[Any]) -> None:
         """Write a snapshot from the whole version's `memory`; it is durable when this returns. Raises `OSError`."""
         key, layout, shard = snapshot.key, snapshot.layout, snapshot.shard
-        self._files.remove(f"{named(key)}/{_MANIFEST}")  # an earlier snapshot of the same version may have other bytes
+        # Remove the manifest first: an earlier snapshot of the same version may have other bytes.
+        self._files.remove(f"{named(key)}/{_MANIFEST}")
         manifest = {
             "format": _FORMAT,
             "epoch": key[0],
@@ -330,6 +331,6 @@ class SnapshotStore:
             self._files.remove(named(key))
 
     def _keys(self) -> list[Key]:
-        """Return the versions that have a folder, oldest first, even if the snapshot is incomplete."""
+        """Return the keys of all versions with a folder, oldest first; their snapshots may be incomplete."""
         parts = [name.split(".") for name in self._files.names()]
         return sorted((int(p[0]), int(p[1])) for p in parts if len(p) == 2 and p[0].isdecimal() and p[1].isdecimal())

@@ -58,7 +58,7 @@ def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
-    """One judged or unjudged rollout, with what is known about each of its N sampled tokens.
+    """One rollout of a batch, with what is known about its reward and its N sampled tokens.
 
     Attributes:
         tokens: the text of each token, [N].

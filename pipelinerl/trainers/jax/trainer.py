@@ -168,7 +168,7 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`, which every process must see to write its parts."""
+        """Write weights and moments into the directory `path`, which all processes share; each writes a part."""
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)

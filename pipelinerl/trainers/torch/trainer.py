@@ -47,7 +47,7 @@ class TorchTrainer:
 
     @property
     def width(self) -> int:
-        """The number of parts of the mesh, each of which computes its own micro-batch."""
+        """The number of micro-batches that the mesh computes at once."""
         return self._worker.width
 
     @property
@@ -102,7 +102,7 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors: the trainer's memory for one process and fp32, else gathered on demand."""
+        """Yield detached tensors; they share the trainer's memory if it is one process and sends fp32."""
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

@@ -30,7 +30,7 @@ from pipelinerl.trainers.torch.packed_model import (
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
-#: Prefix of the names of the head's parameters.
+#: Prefix of the names of the value head's parameters.
 _HEAD: Final = "value_head."
 
 
@@ -69,7 +69,7 @@ class PackedValueModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Return values f32 [1, N] of the states before the `chosen` tokens; arguments as `PackedModel.forward`."""
+        """Return values f32 [1, N] of the states before the chosen tokens; arguments as in `PackedModel.forward`."""
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):

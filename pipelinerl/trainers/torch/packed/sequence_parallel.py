@@ -81,7 +81,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly; each process makes the `requested` [N] predictions from its own tokens."""
+        """Divide the computed tokens evenly; each `requested` [N] prediction is made where its tokens are."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

@@ -141,9 +141,8 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(
-            invalid="ignore", over="ignore"
-        ):  # an overflow is allowed here; `optimizer_step` rejects the gradient
+        # An overflow is allowed here; `optimizer_step` rejects the gradient.
+        with np.errstate(invalid="ignore", over="ignore"):
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]

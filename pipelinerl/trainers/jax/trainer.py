@@ -185,9 +185,8 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        lane = (
-            Lane.READS if isinstance(message, Save) else Lane.PASSES
-        )  # gathering weights computes on devices, so it belongs to the lane PASSES
+        # Gathering weights computes on devices, so it belongs to the lane PASSES.
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 

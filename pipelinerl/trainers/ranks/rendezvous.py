@@ -93,9 +93,8 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    (meeting,) = free_ports(
-        1, host
-    )  # chosen as late as possible, because an outgoing connection could take the port in the meantime
+    # Chosen as late as possible, because an outgoing connection could take the port in the meantime.
+    (meeting,) = free_ports(1, host)
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
         channel.beat()

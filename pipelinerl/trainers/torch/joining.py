@@ -91,19 +91,16 @@ def join(distributed: Distributed, port: int) -> None:
 def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -> Any:
     if distributed.process:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    listener = socket.create_server(
-        (host, port), family=family_of(host)
-    )  # by itself, a TCPStore would listen on every address
+    # By itself, a TCPStore would listen on every address.
+    listener = socket.create_server((host, port), family=family_of(host))
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
-    now, offer = (
-        time.time_ns(),
-        torch.zeros(5, dtype=torch.int64),
-    )  # the time serves as a number that is unique to this call
+    # The time serves as a number that is unique to this call.
+    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)

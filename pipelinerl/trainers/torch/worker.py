@@ -186,9 +186,7 @@ class TorchWorker:
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
-        off = (
-            nullcontext() if self.adapters is None else self.adapters.off()
-        )  # the given weights already include merged adapters
+        off = nullcontext() if self.adapters is None else self.adapters.off()  # `weights` include merged adapters
 
         def held(name: str, own: Tensor) -> Tensor:
             return torch.from_numpy(weights[name]).view(self.gather_dtype).view(own.shape)

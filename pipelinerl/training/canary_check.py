@@ -35,7 +35,7 @@ from trainer_contract.types import Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The allowed distance of an engine's log-probs from the trainer's, in nats, for the worst token and the mean."""
+    """The allowed difference of engine's and trainer's log-probs, in nats: at the worst token, and on average."""
 
     worst: float = math.inf
     mean: float = math.inf

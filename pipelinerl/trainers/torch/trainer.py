@@ -1,8 +1,8 @@
 """`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
 
-Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding. On
-CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process uses a `TorchWorker`, several
-processes in `options.mesh` a `MeshLeader` on rank 0.
+Weights and optimizer state are fp32 unless options say otherwise; `Precision.BF16` computes under autocast. Segments
+are packed without padding. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process
+uses a `TorchWorker`, several processes in `options.mesh` a `MeshLeader` on rank 0.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An order is the controller's request for one group, and a group's index is that of its order. Each group that is read
 ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a skipped step); an order may
 also fail without a group. Duplicates, and groups that abandoned weights sampled, are not counted; orders of the latter
-are issued again. The ledger stores a frontier, below which all orders have ended, and the ended orders beyond it. These
-functions have no side effects.
+are issued again. The ledger stores a frontier, below which all orders have ended, and the ended orders beyond it. This
+module does no I/O.
 
 Groups with only correct answers are reported to the controller, which then skips their problems for a while
 (`controller/state/cooldown.py`). Checkpoints include reports that the controller has not acknowledged.

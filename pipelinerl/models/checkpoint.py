@@ -223,10 +223,7 @@ def vocab_size(path: Path) -> int | None:
 
 
 def check_weights(path: Path) -> PreTrainedModel:
-    """Return a directory's causal LM on the meta device, after checking names and shapes of its stored weights.
-
-    Raises ModelError like `load_model`.
-    """
+    """Return a directory's causal LM on the meta device. Raises ModelError if stored names or shapes do not fit."""
     return _load(path, device_map="meta")
 
 
@@ -268,10 +265,7 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return the model of `load_model` in fp32, but with all tensors that are stored in its files on the meta device.
-
-    Raises ModelError like `load_model`.
-    """
+    """Return the model of `load_model` in fp32, with all stored tensors on the meta device. Raises ModelError."""
     import torch
 
     model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)

@@ -232,10 +232,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Render the chat without symbols in its data, and return the structural tokens from `begin` on.
-
-        None if the template rejects this chat.
-        """
+        """Return structural tokens from `begin` on of the chat without symbols in its data; None if it is rejected."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)

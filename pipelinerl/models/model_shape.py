@@ -1,7 +1,6 @@
 """`ModelShape`: the sizes of a language model from its directory alone, without its weights and without torch.
 
-Shapes come from the headers of the safetensors files. Without such files, they are computed for a Llama-family decoder
-with the sizes in config.json.
+Shapes come from the headers of the safetensors files or, without such files, from a Llama decoder's config.json.
 """
 
 from __future__ import annotations
@@ -193,9 +192,8 @@ def replayed_routing(path: Path) -> RoutingShape:
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Convert a directory's shapes by name to those of the loaded model, in which a layer's experts are two parameters.
 
-    Files store each expert's matrices separately, as `….experts.3.gate_proj.weight`. The loaded parameters, which are
-    trained, gathered and sent, are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden,
-    width].
+    Files store expert matrices separately, as `….experts.3.gate_proj.weight`. The loaded parameters, which are trained,
+    gathered and sent, are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width].
     """
     fused: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

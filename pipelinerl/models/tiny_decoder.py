@@ -333,8 +333,7 @@ class DomainWarmStartSettings:
         reward: (low, high), the bounds of a domain's reward. A domain at `low` or more is only rehearsed. A reward
             above `high` is a failure, since it would leave RL too little to learn.
         tokens: approximate tokens per step of each domain.
-        rehearsal: factor of a rehearsed domain's tokens and loss weight. Without rehearsal the model would forget the
-            domain.
+        rehearsal: factor of a rehearsed domain's tokens and loss weight; at 0, the model would forget the domain.
         check_every: optimizer steps between two checks.
     """
 

@@ -201,10 +201,7 @@ class ChatTokenizer:
         return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of `text` as a raw prompt, with the beginning-of-text token first if the model has one.
-
-        Raises ModelError like `encode`.
-        """
+        """Return token ids of `text` as a raw prompt, after the beginning-of-text token, if any. Raises ModelError."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
         return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
@@ -283,8 +280,7 @@ class IncrementalDetokenizer:
     """Converter of one sample's tokens to text, token by token.
 
     It decodes a window of recent tokens before and after each new token; the difference is the new text. The window
-    includes the tokens of the previous emission, since some decoders treat the first token specially. It moves on once
-    a character is complete.
+    includes the tokens of the previous emission, since some decoders treat the first token specially.
     """
 
     __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
@@ -334,10 +330,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids by the tokenizer of `path`, which is loaded on the first call.
-
-    If the tokenizer cannot be loaded, the function returns the ids as text.
-    """
+    """Return a function that decodes ids by the tokenizer of `path`, or prints ids if it cannot be loaded."""
 
     @cache
     def decode() -> Callable[[Sequence[int]], str]:
@@ -400,8 +393,7 @@ _TOKEN: Final = "_token"
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
     """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
 
-    Jinja's sandbox renders the template in milliseconds, without transformers. If this rendering fails, the tokenizer
-    is loaded to decide.
+    Plain Jinja renders the template in milliseconds. Only if this fails, the tokenizer is loaded to decide.
     """
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)

@@ -59,8 +59,8 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        Returns None if the model must be loaded whole, because one conversion produces several parameters, or because
-        tied parameters are stored twice.
+        None if the model must be loaded whole, as one conversion yields several parameters or tied ones are stored
+        twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming

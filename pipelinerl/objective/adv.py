@@ -151,8 +151,7 @@ class GroupFiltered:
     """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
 
     The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, where S are the `keep` judged rollouts of the
-    group that `metric` ranks first. Ties go to the earlier rollout. If a group has fewer judged rollouts, S are all of
-    them.
+    group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
 
     keep: int = 8
@@ -190,10 +189,9 @@ class GroupFiltered:
 class Decoupled:
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised separately.
 
-    A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), and A_i is then normalised over the judged rollouts of
-    the batch. r_{i,n} is part n of rollout i's reward, and w_n its weight in the reward. A rollout that lacks a part is
-    excluded from this part's mean and deviation. With a single part, the result is GRPO's advantage, normalised over
-    the batch.
+    A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
+    r_{i,n} is part n of rollout i's reward, and w_n its weight in the reward. A rollout that lacks a part is excluded
+    from this part's mean and deviation. With a single part, the result is GRPO's advantage, normalised over the batch.
     """
 
     epsilon: float = 1e-6

@@ -102,8 +102,7 @@ class Batch:
 class Sequences:
     """1 / (B·length), where `length` is a constant: equal weight for all tokens.
 
-    With `length` = 1 the loss is divided by the number of rollouts, as in PipelineRL; with `length` = L_max, as in Dr.
-    GRPO.
+    `length` = 1 divides the loss by the number of rollouts, as in PipelineRL; Dr. GRPO uses `length` = L_max.
     """
 
     length: float | Length = 1.0

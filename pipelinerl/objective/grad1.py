@@ -241,8 +241,7 @@ class QuadraticRatio:
 class SoftGate:
     """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades out on both sides of r = 1.
 
-    τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the derivative with respect to r is 1, as for the
-    plain ratio.
+    τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the derivative in r is 1, as for the plain ratio.
     """
 
     positive: float = 1.0
@@ -292,8 +291,7 @@ class SoftGate:
 class SequenceRatio:
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
 
-    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask, computed
-        from s instead of r.
+    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask for s.
     """
 
     epsilon_low: float = 3e-4
@@ -339,8 +337,7 @@ class GeometricRatio:
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
     The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, clipped to at most epsilon_high where A > 0 and to at least
-    −epsilon_low where A < 0; both are bounds of log r, not of r. The gradient of a token is value/|o_i|, or 0 if the
-    token is clipped.
+    −epsilon_low where A < 0 (bounds of log r, not of r). A token's gradient is value/|o_i|, or 0 if it is clipped.
     """
 
     epsilon_low: float = 0.4
@@ -408,8 +405,7 @@ _FAR: Final = 1e4
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
     """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
 
-    It compares log-ratios, because ratios can overflow. M is float rather than boolean, which is many times slower on
-    CPUs.
+    It compares log-ratios, because ratios can overflow. M is float, since booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

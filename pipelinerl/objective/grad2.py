@@ -79,7 +79,7 @@ class NoRegularizer:
 class Estimator(StrEnum):
     """Estimator of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
-    On on-policy tokens, the gradient of K2 is an unbiased estimate of the KL's gradient, and the gradient of K3
+    For on-policy tokens, the gradient of K2 is an unbiased estimate of the KL's gradient, and the gradient of K3
     estimates the gradient of the reversed KL. The gradient of K1 is 0 in expectation, so use K1 only in rewards
     (`adv.kl`) or together with importance weights.
     """

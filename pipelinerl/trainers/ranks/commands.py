@@ -100,10 +100,7 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Command: gather `count` parameters from position `place` of the layout on, to rank 0.
-
-    `into` is memory of rank 0, into which the ranks on its host write.
-    """
+    """Command: gather `count` parameters from position `place` on; ranks on rank 0's host write them to `into`."""
 
     trainer: int
     place: int

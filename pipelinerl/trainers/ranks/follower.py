@@ -39,10 +39,7 @@ class RankWorker(Protocol):
     """One process's shards of a trainer, and the trainer's methods on them."""
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Execute this rank's share of a command; all ranks execute a lane's commands in the same order.
-
-        Raises TrainerError.
-        """
+        """Execute this rank's share of a command; every rank sees a lane's commands in order. Raises TrainerError."""
         ...
 
 
@@ -94,11 +91,7 @@ class _Rank:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (
-                RuntimeError,
-                ValueError,
-                OSError,
-            ) as failed:  # errors of the array library, the file format or the disk
+            except (RuntimeError, ValueError, OSError) as failed:  # from the array library, a file format or the disk
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end

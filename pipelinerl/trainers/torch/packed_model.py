@@ -180,10 +180,7 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run a row that has the same segment twice; return the row's tokens and plan.
-
-    Raises SpecError if the results of the two copies differ.
-    """
+    """Run a row with two copies of a segment; return its tokens and plan. Raises SpecError if results differ."""
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)

@@ -3,8 +3,8 @@
     shards/00002-of-00004.safetensors    rows of every parameter in fp32, and of <parameter>.exp_avg, .exp_avg_sq
     shards/index.json                    {"shards": 4, "shapes": {parameter: [rows, …]}}
 
-Rows are divided as in `ProcessMesh.rows_of`. Each process saves its own rows without gathering, and reads only the rows
-that it needs.
+Rows are divided as in `ProcessMesh.rows_of`. Each process saves its rows without gathering, and reads only what it
+needs.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ has `lora`: rank, alpha, targets, and the digest of the base, which is not writt
 With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
 (`shard_files`). `optimizer.safetensors` then has only step counts and random state.
 
-This module checks that the state is complete and belongs to the expected model. It does not verify digests; its caller
-does.
+This module checks that the state is complete and of the expected model; its caller verifies digests.
 """
 
 from __future__ import annotations

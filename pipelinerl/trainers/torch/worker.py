@@ -165,8 +165,7 @@ class TorchWorker:
         """Return a context in which the parameters have the same rounded values as in the engines.
 
         An engine with rounded weights samples from another policy than the fp32 weights define. The gradient ignores
-        the rounding (straight-through). With adapters the context changes nothing, because engines round merged
-        weights.
+        the rounding (straight-through). With adapters nothing changes, since engines round merged weights.
         """
         if self.gather_dtype is torch.float32 or self.adapters is not None or self.spec.head is not Head.POLICY:
             return nullcontext()

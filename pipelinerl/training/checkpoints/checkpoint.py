@@ -119,10 +119,7 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights, and call each of `parts` to write its state into the directory of its name.
-
-        Raises FencedError.
-        """
+        """Write the current weights, and the states of `parts` into directories by name. Raises FencedError."""
         with self._fence.held(state.epoch):
             for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
                 with _as_far_as_it_goes(abandoned):
@@ -285,8 +282,7 @@ def _digests(directory: Path) -> dict[str, str]:
 def _sync_tree(directory: Path) -> None:
     """Sync all files and directories to disk; on failure, remove them and raise CheckpointError.
 
-    The files must not be synced again: after a failure the system may have dropped unwritten data, and a second sync
-        may wrongly report success.
+    Retrying is unsafe: the system may have dropped unwritten data, and a second sync may wrongly report success.
     """
     try:
         for path in directory.rglob("*"):
@@ -421,10 +417,7 @@ class Checkpointing:
         self._thread: Future[Any] | None = None
 
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
-        """Wait until the previous checkpoint is durable, then start `capture` on another thread.
-
-        Raises the previous checkpoint's error if it failed.
-        """
+        """Wait until the previous checkpoint is durable (or raise its error), then start `capture` on a thread."""
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began

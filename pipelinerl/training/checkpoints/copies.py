@@ -70,8 +70,7 @@ class CheckpointCopies:
         Raises:
             CheckpointError: the checkpoint has no manifest.
             FencedError: a trainer of a later epoch copies here.
-            OSError: the copy failed; other errors of the library behind the URL are possible, too. The call can be
-                retried.
+            OSError: the copy failed (the URL's library may raise other errors, too); the call can be retried.
         """
         local = Manifest.read(path)
         self._raise_if_fenced(local.state)

@@ -153,10 +153,7 @@ def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
 
 
 def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
-    """Write weights, which are arrays of any library or raw bytes, to `path`; `layout` has dtypes and shapes.
-
-    Raises OSError.
-    """
+    """Write weights (arrays of any library, or raw bytes) with the dtypes and shapes of `layout`. Raises OSError."""
     infos = {info.name: info for info in layout}
     # Buffers must stay alive, because `serialize_file` reads from their addresses.
     buffers = {name: bytes_of(array) for name, array in weights}

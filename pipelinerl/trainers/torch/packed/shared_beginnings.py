@@ -78,8 +78,7 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 class Sums:
     """A plan that sums the gradients of all rows that were copied from the same source row (`place`).
 
-    Rows are added in pairs, then pairs of pairs. This takes few rounds, in a fixed order, and is thus deterministic on
-        every device.
+    Rows are added in pairs, then pairs of pairs, in few rounds and a fixed order: deterministic on every device.
 
     Attributes:
         rows: i64 [M], the rows whose source is shared with other rows.

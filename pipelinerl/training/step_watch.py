@@ -327,7 +327,7 @@ class FilteredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """What a step computed for one rollout's sampled tokens, f32 [N] each; None if unknown."""
+    """Values that a step computed for one rollout's sampled tokens, f32 [N] each; None if unknown."""
 
     advantages: Float32
     logprobs: Float32 | None

@@ -1,7 +1,7 @@
 """Checkpoint state of a `JaxTrainer`: sharded arrays in TensorStore, bit-exact, restorable onto any mesh.
 
     trainer.json                          format, model_version, architecture, mesh
-    arrays/<weights|mean|square>/<name>/ zarr 3: one file per shard of the array, each with its CRC-32C
+    arrays/<weights|mean|square>/<name>/  zarr 3: one file per shard of the array, each with its CRC-32C
 
 Each process writes and reads only its own shards, called parts here, so no host holds a whole array. Reading a missing,
 truncated or altered part raises an error. The caller syncs the files to disk and renames the directory.

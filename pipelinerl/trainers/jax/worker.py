@@ -117,9 +117,7 @@ class JaxWorker:
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
         gradient, device_loss, logprobs = jax_program.accumulate(self.program, objective, self.weights, so_far, columns)
         loss = float(device_loss)
-        self.gradient = (
-            gradient  # the old gradient's buffers were donated, so keep the new ones even if the loss is not finite
-        )
+        self.gradient = gradient  # the old buffers were donated, so keep the new ones even if the loss is not finite
         if not math.isfinite(loss):
             self.gradient = None
             raise NonFiniteError(

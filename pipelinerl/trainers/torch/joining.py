@@ -1,7 +1,7 @@
 """Initialisation of multi-process torch, once all processes have connected.
 
     default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
-    reads gloo, point to point, for reads of weights during the passes
+    reads           gloo, point to point, for reads of weights during the passes
 
 The tensor's device selects the default group's backend, so tests with gloo run the same code as NCCL.
 """
@@ -44,7 +44,7 @@ _CONTENT: Final = struct.Struct("<q")
 @final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """What a process knows about itself and the others; `reads` is the process group for reads during passes.
+    """A process's view of itself and the others; `reads` is the process group for reads during passes.
 
     Ranks in `on_same_host` can write into rank 0's memory. `views` has a number for each rank; ranks of one host that
     see the same GPUs have equal numbers.

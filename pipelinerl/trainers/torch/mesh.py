@@ -2,7 +2,7 @@
 
     dp_replicate   whole copies of the model; gradients are summed over them (DDP)
     dp_shard       processes that divide a copy by rows (FSDP); together with dp_replicate this is HSDP
-    cp processes that share a micro-batch, each with a part of its tokens; rows are divided over cp, too
+    cp             processes that share a micro-batch, each with a part of its tokens; they also divide rows
 
 Neighbouring processes share a micro-batch: process r works on micro-batch r // cp of each round, and holds shard r %
 (dp_shard · cp) of copy r // (dp_shard · cp).

@@ -71,10 +71,7 @@ class TorchOptions:
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """Validate all options except `distributed`; return the mesh, and LoRA's and the optimizer's options.
-
-    Raises SpecError.
-    """
+    """Validate all options except `distributed`; return mesh, LoRA and optimizer options. Raises SpecError."""
     gradients_of(options)
     experts_of(options)
     attention_of(options)

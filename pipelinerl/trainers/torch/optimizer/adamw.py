@@ -2,7 +2,7 @@
 
     moments    fp32, or bf16 with stochastic rounding, which is exact in the mean
     masters    fp32 values of parameters that passes use in bf16
-    place device or host, for both moments and masters
+    place      where both are between steps: the parameters' device, or the host
 
 While torch's fused kernel steps a parameter, only one piece of its fp32 moments and master is on the device. Moments
 are rounded stochastically, because rounding to nearest would lose small changes: with beta2 = 0.999, a second moment in

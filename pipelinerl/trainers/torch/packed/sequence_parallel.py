@@ -1,7 +1,7 @@
 """Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): n processes compute one micro-batch together.
 
-    all but attention each process has K / n of the computed tokens, and all heads attention each process has all K
-    tokens, and 1 / n of the heads
+    outside attention    each process has K / n of the computed tokens, and all heads
+    inside attention     each process has all K tokens, and 1 / n of the heads
 
 An all-to-all converts one layout to the other, so attention sees the same segments as in a single process. If there are
 fewer key heads than processes, key heads are repeated. Predictions are gathered at the end, since an objective may read

@@ -56,7 +56,7 @@ def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def concurrent_reads_see_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
-    """If passes run on another thread, weights gathered and states saved meanwhile are those of the last step."""
+    """Weights and states that are read while passes run on another thread are those of the last step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
     trainer = started(subject)

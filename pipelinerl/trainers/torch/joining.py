@@ -131,7 +131,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """If one process raises SpecError or StateError in the block, raise it on all, so that no process hangs."""
+    """Raise a SpecError or StateError of one process's block on all processes, so that none waits in vain."""
     own: SpecError | StateError | None = None
     try:
         yield

@@ -334,7 +334,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """If the block fails and a later epoch has claimed the directory, raise FencedError: it removed the files."""
+        """Raise FencedError if the block fails after a later epoch claimed the directory, which may remove files."""
         self.check(epoch)
         try:
             yield

@@ -61,7 +61,7 @@ class HeadPrecision(StrEnum):
 
 
 class Kernels(StrEnum):
-    """Kernels of the forward pass, shared by engine and trainer."""
+    """The kind of kernels in forward passes; engine and trainer use the same kind."""
 
     FAST = "fast"
     """The fastest ones. A token's last bits depend on the tokens that are computed with it."""
@@ -81,7 +81,7 @@ class Device(StrEnum):
 
 
 class WeightDType(StrEnum):
-    """Dtype of weights in a model directory, in transit to engines, or in an engine."""
+    """Dtype of weights: in a model directory, while they are sent to engines, or in an engine."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

@@ -110,7 +110,7 @@ class Spellings:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Spellings:
-        """Return the set of `texts`, none of which may be empty."""
+        """Build from the strings `texts`, none of which may be empty."""
         known = frozenset(texts)
         firsts = "".join(sorted({re.escape(text[0]) for text in known}))
         return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
@@ -205,12 +205,12 @@ class ContentGuard:
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
-        """Return token ids of `content` alone, as in a message of this role. Raises `ModelError`."""
+        """Return token ids of `content` without a template, by the rules for this role. Raises `ModelError`."""
         spelt = self._closed_to(role).starts(content)
         return self._apart(content, frozenset(spelt)) if spelt else self._ids(content)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokenizer's own ids, without offsets, which would take a tenth longer."""
+        """Return the tokenizer's own ids, without offsets, since computing offsets takes a tenth longer."""
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
@@ -306,7 +306,7 @@ class ContentGuard:
 
     @cached_property
     def _twin(self) -> Tokenizer:
-        """Copy the tokenizer with renamed control tokens, once, on first use; a large one takes about a second."""
+        """Copy the tokenizer with renamed control tokens, once, on first use; this may take a second."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
 
 
@@ -345,7 +345,7 @@ def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str])
 
 
 def _shape(chat: Chat) -> str:
-    """Return a chat as JSON, with its texts reduced to what the structure around them may depend on."""
+    """Return a chat as JSON, in which texts are reduced to the features that a template may depend on."""
     turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
     tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
     return json.dumps({"turns": turns, "tools": tools, "also": dict(sorted(chat.also.items()))})
@@ -404,7 +404,7 @@ _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
 
 class _NoTail(Exception):
-    """The text after an answer cannot be separated in this template."""
+    """Raised if the text that a template writes after an answer cannot be separated."""
 
 
 @final

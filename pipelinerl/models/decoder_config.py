@@ -82,7 +82,7 @@ class Parameter:
 
     @property
     def stacked_axes(self) -> tuple[str | None, ...]:
-        """The mesh axes that `stacked_shape` is divided over; layers are never divided."""
+        """The mesh axis of each dimension of `stacked_shape`; None for the dimension of layers."""
         return self.axes if self.layers is None else (None, *self.axes)
 
     @property

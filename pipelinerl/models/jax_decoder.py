@@ -93,7 +93,7 @@ def hidden_states(
 
 
 def layer_weights(weights: Weights) -> dict[str, Array]:
-    """Return the stacked parameters by their names within a layer."""
+    """Return the parameters of layers, still stacked, by their names within a layer."""
     return {name.removeprefix(LAYER): array for name, array in weights.items() if name.startswith(LAYER)}
 
 
@@ -128,7 +128,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def linear(layer: Weights, name: str, x: Array) -> Array:
-    """Return x […, in] · weightᵀ + bias, if the layer has one: […, out]."""
+    """Return x […, in] · weightᵀ […, out], plus the bias if the layer has one."""
     weight = layer[f"{name}.weight"]
     y = jnp.einsum("...i,oi->...o", x, weight)
     bias = layer.get(f"{name}.bias")

@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def normalises_heads(self) -> bool:
-        """True if queries and keys have norms of their own."""
+        """True if queries and keys are normalised (QK norm)."""
         return any("q_norm" in name for name in self.parameters)
 
     @property
@@ -209,7 +209,7 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
 
 
 def _layers(text: Mapping[str, Any]) -> int:
-    """Return the number of layers with experts."""
+    """Return the number of mixture-of-experts layers."""
     kinds = text.get("mlp_layer_types")
     if kinds is not None:
         return sum(kind == "sparse" for kind in kinds)

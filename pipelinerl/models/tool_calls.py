@@ -91,7 +91,7 @@ def _hermes_call(text: str) -> FunctionCall | None:
 
 
 def _llama_calls(text: str) -> Iterator[FunctionCall]:
-    """Yield the calls if the whole text consists of calls; otherwise yield none."""
+    """Yield the Llama calls in a text that consists only of calls; yield none for any other text."""
     rest, calls, decoder = text.strip().removeprefix(_PYTHON_TAG).strip(), list[FunctionCall](), json.JSONDecoder()
     while rest:
         try:

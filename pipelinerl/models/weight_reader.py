@@ -128,7 +128,7 @@ def _stored_by_name(
 def _with_aliases(
     model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """Add the other names of shared parameters, which are stored under one of their names."""
+    """Add entries for all names of shared parameters, since files store these under one name only."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)

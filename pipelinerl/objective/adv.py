@@ -268,7 +268,7 @@ class RewardToGo:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        """The columns `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
         return _KL_COLUMNS if self.kl else frozenset()
 
     @property
@@ -303,7 +303,7 @@ class GAE:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`values`; also `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        """The column `values` and, unless `kl` is 0, `old_logprobs` and `ref_logprobs`."""
         return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
 
     @property
@@ -400,7 +400,7 @@ class CovarianceClipped:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`old_logprobs`."""
+        """The column `old_logprobs`."""
         return frozenset({"old_logprobs"})
 
     @property

@@ -71,7 +71,7 @@ class LogProb:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own value."""
+        """`Level.TOKEN`, because each token has its own value."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -120,7 +120,7 @@ class ClippedRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -171,7 +171,7 @@ class DivergenceRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -215,7 +215,7 @@ class QuadraticRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -261,7 +261,7 @@ class SoftGate:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -311,7 +311,7 @@ class SequenceRatio:
 
     @property
     def level(self) -> Level:
-        """Sequence: all tokens of a rollout share one ratio."""
+        """`Level.SEQUENCE`, because all tokens of a rollout share one ratio."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
@@ -358,7 +358,7 @@ class GeometricRatio:
 
     @property
     def level(self) -> Level:
-        """Sequence: all tokens of a rollout share one value."""
+        """`Level.SEQUENCE`, because all tokens of a rollout share one value."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:

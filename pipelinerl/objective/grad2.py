@@ -44,7 +44,7 @@ class DistributionTerm(Protocol):
 
     @property
     def measure(self) -> HeadMeasure:
-        """The measure, which `needs` contains."""
+        """The measure that this term reads; it is also in `needs`."""
         ...
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:

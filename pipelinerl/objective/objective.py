@@ -68,7 +68,7 @@ class PolicyObjective:
 
     @property
     def zero_advantage_is_idle(self) -> bool:
-        """True if a token with zero advantage has no gradient, so that its computation can be skipped."""
+        """True if a token with advantage 0 has no gradient, so that its forward and backward can be skipped."""
         return self._is_free
 
     @property

@@ -143,7 +143,7 @@ class Scored:
 
     @property
     def known(self) -> Floats:
-        """The rewards, 0 where not `valid`, [B]."""
+        """The rewards [B], with 0 where `valid` is False."""
         return np.where(self.valid, self.rewards, 0.0).astype(np.float64)
 
     @property
@@ -212,7 +212,7 @@ class RewardShaping:
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for each setting that makes no sense; it begins with the field."""
+        """Yield a sentence for each setting that makes no sense; the sentence begins with the field's name."""
         if self.low > self.high:
             yield f"low must not exceed high, got {self.low:g} and {self.high:g}"
         if self.overlong_margin > self.overlong_tokens:

@@ -126,12 +126,12 @@ _OF_OTHERS: Final = DomainLoss()
 @final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
-    """The loss of each domain that a step may contain; empty if all domains have the run's objective."""
+    """The losses of all domains that a step may contain; empty if all have the run's objective."""
 
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
     def of(self, domain: str) -> Loss:
-        """Return the loss of a domain."""
+        """Return the kind of loss that a domain's tokens have."""
         return self.by_domain.get(domain, _OF_OTHERS).loss
 
     @property

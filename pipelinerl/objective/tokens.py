@@ -121,7 +121,7 @@ class Tokens:
 
     @property
     def mask(self) -> Array:
-        """1 in the loss mask, 0 elsewhere, in the dtype of the log-probs."""
+        """The loss mask as numbers 1 and 0, in the dtype of the log-probs."""
         return self.blanked(self.xp.ones_like(self.current))
 
     def blanked(self, column: Array) -> Array:

@@ -114,7 +114,7 @@ class CanaryEngines(Protocol):
     """The part of `EngineClient` that a canary check needs."""
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return one whole completion."""
+        """Send a chat request to an engine, and return the complete answer."""
         ...
 
     async def models(self, url: str) -> ModelList:
@@ -126,12 +126,12 @@ class CanaryChecker(Protocol):
     """Interface of a check that engines serve the weights that were published to them."""
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Check each engine; `forward` computes with exactly the published weights."""
+        """Check each engine; `forward` must compute with exactly the weights that were published."""
         ...
 
 
 class _Mismatched(Exception):
-    """The engine's answer is wrong; the message says why."""
+    """Raised if an engine's answer does not match the published weights; the message says why."""
 
 
 @final

@@ -57,7 +57,7 @@ def check_rewards(batch: TrainBatch) -> None:
 
 
 def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
-    """Raise NonFiniteStep for the first column that is not finite on some token of the loss mask."""
+    """Raise NonFiniteStep for the first column with NaN or infinity at a token in the loss mask."""
     for name in _COLUMNS:
         groups: set[int] = set()
         for number, micro_batch in enumerate(completed):

@@ -97,7 +97,7 @@ class LoopSettings:
 
 @final
 class TrainingLoop:
-    """Driver of one policy's training, from the first batch until the run stops."""
+    """The loop that trains one policy, from the first batch until the run stops."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Take the optimizer steps of a batch; return metrics in total and by domain. Raises NonFiniteStep."""
+        """Take the optimizer steps of a batch; return overall metrics, and metrics by domain. Raises NonFiniteStep."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
         await self._until_weights_may_change()

@@ -67,7 +67,7 @@ class Publishing:
         on_update: OnUpdate,
         timeout_s: float,
     ) -> None:
-        """`worker` is the thread on which the trainer computes; `timeout_s` bounds a publication."""
+        """Create without publishing; `worker` is the trainer's thread, and `timeout_s` bounds each publication."""
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
@@ -100,7 +100,7 @@ class Publishing:
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise the error that ended the current publication, if any; failures of engines are only reported."""
+        """Raise the error that ended the current publication, if any. Failures of single engines raise nothing."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 

@@ -73,7 +73,7 @@ class DomainTallies:
 @final
 @dataclass(slots=True)
 class StepWatch:
-    """Recorder of the groups that end between two steps; `samples` is None if no samples are kept."""
+    """Recorder of the groups that end between two steps; `samples` is None if no sample log is written."""
 
     samples: TrainingSamples | None = None
     _tallies: DomainTallies = field(default_factory=DomainTallies)
@@ -195,7 +195,7 @@ class StepFigures(NamedTuple):
 @final
 @dataclass(slots=True)
 class Tally:
-    """Counts over the groups of one domain or tag."""
+    """Counts of groups and rollouts of one domain or tag."""
 
     groups: int = 0
     stale: int = 0

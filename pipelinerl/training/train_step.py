@@ -276,7 +276,7 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
-    """Return KL(sampler ‖ reference) in nats per sampled token, by K1, for each stream that reads a reference."""
+    """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each stream with a reference."""
     found: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [

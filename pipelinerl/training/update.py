@@ -33,7 +33,7 @@ _TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess
 
 
 class BatchEnd(StrEnum):
-    """The reason why a batch of several optimizer steps ended."""
+    """The reason why the optimizer steps of a batch ended."""
 
     WHOLE = "whole"
     """All steps were taken."""
@@ -77,7 +77,7 @@ class Gradient:
         return [loss.predictions for loss in self.losses]
 
     def kl_from_old(self, objective: PolicyObjective) -> float | None:
-        """Return the KL from π_old by K3, in nats per token; None if the batch has no old log-probs."""
+        """Return the KL from π_old, estimated by K3, in nats per token; None if the batch has no old log-probs."""
         return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
 
 

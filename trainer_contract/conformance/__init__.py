@@ -279,7 +279,7 @@ def step_applies_and_clears(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def discard_clears_the_gradient(subject: TrainerUnderTest, _: Path) -> None:
-    """A step after `discard_gradient` is the same as without the discarded backward."""
+    """A step after `discard_gradient` is the same as if the discarded backward had not run."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
     trainer.backward([pack(rollouts[:3])], LINEAR)

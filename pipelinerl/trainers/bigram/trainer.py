@@ -65,7 +65,7 @@ class BigramWorker:
 
 @final
 class BigramTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: BigramWorker | None = None

@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @final
 class JaxTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: JaxWorker | None = None
@@ -192,14 +192,14 @@ class JaxTrainer:
 
 @final
 class JaxFollower:
-    """The `ranks.follower.RankWorker` for JAX; it returns no results, because rank 0 computes all of them itself."""
+    """The JAX `ranks.follower.RankWorker`; it returns no results, because rank 0 computes all of them itself."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)
         self._worker = JaxWorker.started(spec, options, config)
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Run the same worker method as rank 0."""
+        """Call the worker's method for this command, which rank 0 calls too."""
         worker = self._worker
         match command:
             case ForwardCommand():

@@ -28,7 +28,7 @@ _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_
 
 
 class Lane(StrEnum):
-    """A sequence of commands that every rank executes in the same order; lanes run concurrently."""
+    """A queue of commands that every rank executes in the same order; different lanes run concurrently."""
 
     PASSES = "passes"
     """Commands that compute on all processes at once."""
@@ -185,7 +185,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message. Raises RankError if it is unknown, because ranks run different versions of this program."""
+    """Decode a message. Raises RankError if its type is unknown, as if ranks run different program versions."""
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
@@ -300,7 +300,7 @@ class Channel:
         self._closed = threading.Event()
 
     def beat(self) -> None:
-        """Start sending heartbeats, until `close`."""
+        """Start a thread that sends heartbeats until `close` is called."""
         threading.Thread(target=self._beat, name=f"beat-{self.peer}", daemon=True).start()
 
     def send(self, message: bytes) -> None:

@@ -119,7 +119,7 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
-        """Run a command on all ranks and return its result. Raises like `begin`."""
+        """Run a command on all ranks and return its result. Raises the errors of `begin`."""
         return self.begin(command, own, lane=lane)()
 
     def begin(

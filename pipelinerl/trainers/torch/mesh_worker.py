@@ -379,13 +379,13 @@ class MeshWorker:
 
 @final
 class MeshFollower:
-    """The `ranks.follower.RankWorker` for torch; it returns the results of its own micro-batches to rank 0."""
+    """The torch `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Run the same worker method as rank 0."""
+        """Call the worker's method for this command, which rank 0 calls too."""
         worker = self._worker
         match command:
             case ForwardCommand():

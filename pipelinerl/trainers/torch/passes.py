@@ -30,7 +30,7 @@ class PassSetting(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The objective's differentiable value, and its statistics on the host."""
+    """The result of evaluating an objective: the differentiable loss, and its `LossStats` on the host."""
 
     loss: Tensor
     stats: LossStats

@@ -37,7 +37,7 @@ def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor
 
 
 def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> None:
-    """Write the index of all shards."""
+    """Write the index file, which has the number of shards and the parameters' shapes."""
     index = {"shards": shards, "shapes": {name: list(shape) for name, shape in shapes.items()}}
     (path / _FOLDER / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 

@@ -125,7 +125,7 @@ class ShardedModel:
             part.reshard()
 
     def abandon(self) -> None:
-        """Discard a pass without backward, and the gradients that earlier sequences accumulated."""
+        """Discard a forward pass that gets no backward pass, and all accumulated gradients."""
         cast(FSDPModule, self.model).reset_iter_state()
         self.discard_gradient()
 

@@ -51,7 +51,7 @@ class Saveable(Protocol):
     model: PreTrainedModel
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the model's directory with these values of all its parameters."""
+        """Write the model's directory with `weights` as the values of all parameters."""
         ...
 
 
@@ -74,11 +74,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> Self:
-        """Copy the current state; later draws do not change the copy."""
+        """Return a copy of the generators' current state."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
-        """Reset the generators to this state."""
+        """Set torch's generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)

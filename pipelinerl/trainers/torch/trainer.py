@@ -35,7 +35,7 @@ from trainer_contract.types import (
 
 @final
 class TorchTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: TorchWorker | MeshLeader | None = None

@@ -87,7 +87,7 @@ class PackedValueModel(nn.Module):
             yield f"{_HEAD}{name}", parameter
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a value model's directory with these parameter values."""
+        """Write a value model's directory with `weights` as the values of all parameters."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
         save_model(self.model, path, {**self._buffers_saved, **trunk})

@@ -298,7 +298,7 @@ _POLL_S: Final = 0.02
 
 @final
 class CheckpointFence:
-    """Lock and epoch of a checkpoint directory, which exclude trainers of earlier epochs."""
+    """The lock and the claimed epoch of a checkpoint directory; together they exclude trainers of earlier epochs."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
         self._directory = directory

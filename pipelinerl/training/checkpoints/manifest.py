@@ -68,7 +68,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The digest of state and file digests."""
+        """The manifest's own digest, which covers the state and the digests of all files."""
         return digest_of_bytes(json.dumps(self._record(), sort_keys=True).encode())
 
     @property
@@ -78,7 +78,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the manifest of the checkpoint in the directory `path`. Raises like `parse`."""
+        """Read the manifest of the checkpoint in the directory `path`. Raises the errors of `parse`."""
         try:
             text = (path / MANIFEST).read_bytes()
         except OSError as error:
@@ -87,7 +87,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, *, where: str) -> Self:
-        """Parse and verify a manifest. Raises CheckpointError, beginning with `where`, if any byte has changed."""
+        """Parse and verify a manifest. Raises CheckpointError, naming `where`, if any byte has changed."""
         try:
             record = json.loads(text)
         except ValueError as error:

@@ -104,13 +104,13 @@ class ConsumedLedger:
             self.frontier += 1
 
     def revise(self, indices: Iterable[int], *, before: GroupOutcome, after: GroupOutcome) -> None:
-        """Change the outcome of orders that were settled as `before` to `after`."""
+        """Change the recorded outcome of these orders from `before` to `after`."""
         number = len(list(indices))
         self.counts[before] -= number
         self.counts[after] += number
 
     def to_record(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+        """Return the ledger as plain values, which a checkpoint can save."""
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
@@ -119,7 +119,7 @@ class ConsumedLedger:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Return the ledger of a record that `to_record` returned."""
+        """Rebuild the ledger from a record that `to_record` returned."""
         counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
@@ -203,7 +203,7 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingSha
 
 
 def without_routing(group: RolloutGroup) -> RolloutGroup:
-    """Return the group without recorded routing."""
+    """Return a copy of the group without recorded expert choices."""
     if all(turn.routed_experts is None for rollout in group.rollouts for turn in rollout.turns):
         return group
 

@@ -62,7 +62,7 @@ class TeachesCritic(Protocol):
     """Interface of an advantage estimator that also defines the critic's targets, such as `GAE`."""
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the critic's targets [N]; called like `Advantage.advantages`."""
+        """Return the critic's targets [N]; the arguments are those of `Advantage.advantages`."""
         ...
 
 
@@ -100,7 +100,7 @@ class TrainBatch:
 
     @property
     def orders(self) -> list[int]:
-        """The order indices of the groups."""
+        """The orders (indices) of the batch's groups."""
         return [group.index for group in self.groups]
 
     @property
@@ -483,7 +483,7 @@ class BatchPartition:
     computed: list[int]
 
     def portions(self, epoch: int) -> list[Portion]:
-        """Return the mini-batches of an epoch, from 0, in training order."""
+        """Return the mini-batches of `epoch` (counted from 0) in the order of training."""
         work = np.zeros(len(self.groups), np.intp)
         work[self.computed] = self.num_tokens[self.computed]
         sizes = np.bincount(self.groups, weights=work).astype(int).tolist()

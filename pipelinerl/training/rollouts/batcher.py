@@ -47,7 +47,7 @@ class StepBudget:
 
 @final
 class Batcher:
-    """The waiting groups, and the ledger of those that ended. Not thread-safe."""
+    """The groups that wait to be trained, and the ledger of all groups that have ended. Not thread-safe."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
-        """Change groups from trained to filtered, because their step was not applied."""
+        """Change the outcome of groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
@@ -258,7 +258,7 @@ def awaited(
 
 @final
 class OverdueWait:
-    """Decides whether a full step waits for other groups, at most `timeout_s` per step."""
+    """Timer that lets a full step wait for late groups, but for at most `timeout_s` per step."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s

@@ -64,7 +64,7 @@ class DemonstrationStream:
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
     def micro_batches(self, step: int, *, width: int) -> list[MicroBatch]:
-        """Return the packed demonstrations of that step; none if all are too long."""
+        """Return the packed demonstrations of optimizer step `step`; [] if all are too long."""
         if not (groups := self.groups(step)):
             return []
         return build(

@@ -312,7 +312,7 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
-    """Join separate segments into one micro-batch; `token_weights` and `owners` are given for each segment."""
+    """Join separate segments into one micro-batch; `token_weights` and `owners` have one entry per segment."""
     first, lengths = segments[0], [segment.num_tokens for segment in segments]
     names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
     columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}

@@ -45,7 +45,7 @@ class ParameterOptimizer(Protocol):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """`step`, `exp_avg` and `exp_avg_sq` of each parameter that has been stepped."""
+        """The state of each parameter that has been stepped: `step`, `exp_avg` and `exp_avg_sq`."""
         ...
 
     def step(self) -> Any:

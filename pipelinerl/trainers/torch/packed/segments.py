@@ -122,11 +122,11 @@ class SegmentPlan:
         return out.transpose(1, 2)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """Convert [K, h, d] to [P, h, d]."""
+        """Convert the packed layout [K, h, d] to the padded layout [P, h, d]."""
         return packed if self.is_first is None else _Pad.apply(packed, self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Convert [P, h, d] to [K, h, d]."""
+        """Convert the padded layout [P, h, d] to the packed layout [K, h, d]."""
         return padded if self.is_first is None else _Unpad.apply(padded, self)
 
 

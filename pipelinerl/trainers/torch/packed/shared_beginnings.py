@@ -62,7 +62,7 @@ class Distinct(NamedTuple):
         return cls(np.flatnonzero(kept), (np.cumsum(kept) - 1)[source])
 
     def with_padding(self, count: int) -> Self:
-        """Append `count` further tokens, all of them computed."""
+        """Append `count` further tokens, each of which is computed."""
         added = np.arange(count)
         return type(self)(np.append(self.kept, len(self.place) + added), np.append(self.place, len(self.kept) + added))
 
@@ -138,7 +138,7 @@ class Reading:
         return cls(torch.from_numpy(place).to(device), size, Sums.of(place, device))
 
     def __call__(self, computed: Tensor) -> Tensor:
-        """Return the rows [N, …] of `computed` [K, …]."""
+        """Read the rows [N, …] from `computed` [K, …]."""
         read: Tensor = _Read.apply(computed, self)
         return read
 

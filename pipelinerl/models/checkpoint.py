@@ -36,7 +36,7 @@ VALUE_HEAD_FILE: Final = "value_head.safetensors"
 _LONGEST_HEADER: Final = 100_000_000
 #: Pattern of a model's name on the Hugging Face hub, such as `Qwen/Qwen3-8B`.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of unsupported tokenizers that can be converted to a supported one.
+#: Files of tokenizers that are not supported, but that can be converted to a tokenizer.json.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Number of bytes per read when files are hashed.
 _BLOCK_BYTES: Final = 2**20

@@ -95,7 +95,7 @@ _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
 #: Matches a symbol. Control tokens contain symbols, ordinary words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
 _HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a character; leave it out"
-#: Number of conversation shapes whose structure is cached.
+#: Maximum number of chats, reduced by `_shape`, whose structural tokens are cached.
 _SHAPES: Final = 256
 
 
@@ -398,7 +398,7 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(made))
 
 
-#: Mark in place of an answer: letters and digits only, which no template or tokenizer changes.
+#: Text that replaces an answer to find its position; no template or tokenizer changes letters and digits.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 

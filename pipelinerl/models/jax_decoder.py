@@ -296,7 +296,8 @@ def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: Decod
         found = tuple(tensors[name].get_shape())
         if found != shape:
             raise ModelError(f"{path}: the tensor {name!r} must have the shape {shape} by config.json, got {found}")
-    # Files may also hold a tied head or the rotary table; any other extra tensor would be ignored silently.
+    # A tied output layer and the rotary table may be in the files, too. Reject any other extra tensor, because it would
+    # be ignored silently.
     extra = sorted(
         name for name in tensors.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq")
     )

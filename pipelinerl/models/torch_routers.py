@@ -99,6 +99,6 @@ def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
     """Return what the router's forward returns for given `experts`: logits [K, E], weights and experts [K, top_k]."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises
+    if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts

@@ -126,7 +126,7 @@ class GroupRelative:
         if self.baseline is Baseline.NONE:
             difference = known
         elif self.baseline is Baseline.LEAVE_ONE_OUT:
-            # R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is already 0.
+            # Leave-one-out: R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is already 0.
             difference = difference * (count / np.maximum(count - 1.0, 1.0))[index]
         if self.scale is Scale.STD:
             difference = difference / (deviation[index] + self.epsilon)

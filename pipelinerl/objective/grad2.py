@@ -197,7 +197,7 @@ class CovariancePenalty:
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-#: Name of the column that marks the tokens penalised by `CovariancePenalty`.
+#: Name of the column in which `CovariancePenalty` marks the tokens to penalise.
 CHOSEN: Final = "kl_coefficients"
 
 

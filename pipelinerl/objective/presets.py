@@ -23,7 +23,7 @@ from pipelinerl.objective.catalogue import DEFAULT, PRESETS
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.objective import PolicyObjective
 
-#: The kinds of each slot, by name.
+#: For each slot, its kinds by name.
 SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
     "agg": agg.KINDS,
     "is_weight": is_weight.KINDS,

@@ -175,7 +175,7 @@ class DomainLosses:
         return np.sum(weights, axis=0) * self.factors(domains)
 
 
-#: No domain has its own loss: all have the run's objective.
+#: The losses of a run in which all domains have the run's objective.
 ONE_LOSS: Final = DomainLosses()
 
 

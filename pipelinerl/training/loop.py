@@ -262,7 +262,7 @@ class TrainingLoop:
             if self._current.stop:
                 return None
             now = time.monotonic()
-            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # groups arrived
+            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # True if groups arrived
                 progress_at = reported_at = now
             elif self._current is not current:
                 progress_at = now

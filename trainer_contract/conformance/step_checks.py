@@ -228,7 +228,8 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
-    rate = min(1e-2, 1e-3 * scale / norm**2)  # large enough for fp32, small enough to be proportional to the step
+    # A step whose effect is large enough for fp32 and small enough to be linear.
+    rate = min(1e-2, 1e-3 * scale / norm**2)
     trainer = started(subject)
     before = weights_of(trainer)
     loss = trainer.backward([batch], objective)[0].loss

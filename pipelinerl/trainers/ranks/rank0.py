@@ -161,7 +161,7 @@ class Ranks:
 
     def drop(self, trainer: int) -> None:
         """Free a trainer's state on the other ranks; their processes stay up for other trainers."""
-        with suppress(RankError):  # lost ranks hold no state
+        with suppress(RankError):  # a lost rank has no state to free
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
     def leave(self, reason: str) -> None:
@@ -275,7 +275,7 @@ def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
             yield now()
     finally:
         if ended is not None:
-            with suppress(TrainerError):  # the caller did not request this result, or an earlier error is being raised
+            with suppress(TrainerError):  # the caller stopped early, or is already handling another error
                 ended()
 
 

@@ -115,6 +115,6 @@ class RecycledMemory:
 
 def _new(size: int) -> Block:
     if size:
-        with suppress(OSError):  # shared memory is unsupported here, or too many files are open
+        with suppress(OSError):  # fails if shared memory is unsupported, or too many files are open
             return Block(*shared_block(size))
     return Block(np.empty(size, np.uint8))

@@ -50,7 +50,7 @@ class LoadedModel(NamedTuple):
     model: PackedModel | PackedValueModel
     config: PreTrainedConfig
     saved: torch_state.TorchSavedState | None
-    #: Reads parameters from the model directory; None if they are already loaded.
+    #: Reader of parameters from the model directory; None if all parameters are already loaded.
     reader: WeightReader | None
     gather_dtype: torch.dtype
     adapters: Adapters | None

@@ -236,7 +236,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 module.p = 0.0
             if hasattr(module, "jitter_noise"):  # Mixtral adds noise to its routers' inputs in train mode
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
-    model.train(gradient_checkpointing)  # checkpointing needs train mode; otherwise eval mode disables dropout
+    model.train(gradient_checkpointing)  # checkpointing needs train mode; without it, eval mode disables dropout
     return ReadableModel(model, reader)
 
 

@@ -72,8 +72,8 @@ class ShardedModel:
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         sizes = [[each.numel() for each in layer.parameters()] for layer in _layers(model)]
-        #: Elements gathered per command: a quarter of a layer, since one part is read while two others arrive, or its
-        #: largest parameter if that is more.
+        #: Number of elements gathered per command: a quarter of a layer, because one part is read while two others
+        #: arrive; or the layer's largest parameter, if that is larger.
         self.at_once = max((max(*each, sum(each) // _PARTS) for each in sizes), default=0)
         staying = keep_own_experts(model, mesh, device) if experts is ExpertWeights.PARALLEL else set()
         for module in [*_layers(model), model]:

@@ -121,7 +121,8 @@ class CheckpointStore:
     ) -> Capture:
         """Write the current weights, and the states of `parts` into directories by name. Raises FencedError."""
         with self._fence.held(state.epoch):
-            for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
+            # Unfinished directories of a trainer that was killed or fenced.
+            for abandoned in self.directory.glob(".*-step-*"):
                 with _as_far_as_it_goes(abandoned):
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
@@ -197,7 +198,7 @@ class CheckpointStore:
             else:
                 self._found = _version(path)
                 return path, state
-        if paths and self.all() != paths:  # the previous trainer is still alive and has pruned checkpoints meanwhile
+        if paths and self.all() != paths:  # the previous trainer is alive, and has meanwhile pruned checkpoints
             return self.latest()
         if paths:
             raise RunFailed(

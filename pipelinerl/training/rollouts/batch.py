@@ -274,7 +274,7 @@ class MiniBatching:
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
-#: One optimizer step per batch.
+#: The default mini-batching: one optimizer step per batch.
 ONE_STEP = MiniBatching()
 
 

@@ -287,7 +287,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     given: dict[str, Any] = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
-    # No objective reads these micro-batches, so the rollout of a segment does not matter.
+    # These micro-batches only get forward passes, so it does not matter to which rollout a segment belongs.
     return Prefixes(replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept)
 
 
@@ -349,7 +349,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
-    with np.errstate(over="ignore"):  # values beyond fp32 become infinite and `finite_check` reports them
+    with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `finite_check` reports them
         advantages[loss_mask] = np.concatenate(advantages_of)
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)

@@ -33,7 +33,7 @@ from trainer_contract.errors import SpecError, StateError
 
 #: peft's name for an adapter; a model has only this one.
 _ADAPTER: Final = "default"
-#: peft's prefix for the names of a model's modules in its files.
+#: Prefix that peft puts before the names of a model's modules in peft's files.
 _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 

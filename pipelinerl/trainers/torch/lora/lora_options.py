@@ -15,7 +15,7 @@ from pipelinerl.trainers.option_table import table, whole
 from trainer_contract.errors import SpecError
 
 _WHERE: Final = "options.lora"
-#: All linear layers except the output layer.
+#: Value of `targets` that stands for all linear layers except the output layer.
 ALL_LINEAR: Final = "all-linear"
 
 

@@ -152,5 +152,6 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         found = grad.new_zeros((ctx.reading.size, *grad.shape[1:]))
-        # A place that is read twice gets an arbitrary row first; `put` then overwrites it with the sum.
+        # For a row that was read several times, `index_copy_` keeps an arbitrary gradient; `put` then overwrites it
+        # with the sum.
         return ctx.reading.sums.put(found.index_copy_(0, ctx.reading.index, grad), grad), None

@@ -1,4 +1,4 @@
-"""The tree of errors that a trainer may raise.
+"""The errors that a trainer may raise, as a tree of classes.
 
     TrainerError
     ├── SpecError           the spec cannot be satisfied: model, precision, device or head missing or unknown
@@ -8,7 +8,7 @@
     ├── NonFiniteError      a loss, gradient or log-prob is not finite; no update was applied
     └── RankError           a process of a multi-process trainer died, hangs or failed: restart all of them
 
-To add an error, subclass the nearest parent and add a line above.
+To add an error, subclass the nearest parent and add a line to this tree.
 """
 
 
@@ -17,7 +17,7 @@ class TrainerError(Exception):
 
 
 class SpecError(TrainerError):
-    """The spec cannot be satisfied."""
+    """The trainer cannot satisfy the spec."""
 
 
 class BatchError(TrainerError):
@@ -29,11 +29,11 @@ class StateError(TrainerError):
 
 
 class ProtocolError(TrainerError):
-    """A verb was called out of order."""
+    """A method of the trainer was called out of order."""
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is not finite; the step was not applied. `number` is the micro-batch's, if known."""
+    """A loss, gradient or log-prob is NaN or infinite; no step was applied. `number`: that micro-batch, if known."""
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Weights in host memory, copied as bytes (numpy has no bfloat16), and a check that they fit a model."""
+"""Copies of weights in host memory, as bytes (numpy has no bfloat16), and a check that weights fit a model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None
 
 
 def num_bytes(info: ParameterInfo) -> int:
-    """Return the size of a whole parameter in bytes."""
+    """Return the size in bytes of a whole parameter."""
     return prod(info.shape) * (2 if info.dtype == "bfloat16" else np.dtype(info.dtype).itemsize)
 
 
 def bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Return the flat bytes of a numpy array, torch tensor or DLPack array; data on the host is not copied."""
+    """Return the bytes, u8 [n], of a numpy array, torch tensor or DLPack array; arrays on the host are not copied."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()
         return np.asarray(flat.view(dtype=flat.new_empty(0).byte().dtype).numpy())

@@ -2,11 +2,12 @@
 
     init_worker → ( forward* → forward_at* → ( backward+ → optimizer_step )+ → gather_weights? → save_state? )* → close
 
-`gather_weights` and `save_state` read the weights and state after the last `optimizer_step`. They may run on another
-thread during the forward and backward passes of the next step, so publishing and saving do not delay training.
+(* any number of times, + at least once, ? optional.) `gather_weights` and `save_state` read the weights and state as
+the last `optimizer_step` left them. They may run on another thread during the next step's forward and backward passes,
+so publishing and saving do not delay training.
 
-A step passes its micro-batches as one sequence. A trainer with several devices can then compute `width` of them at once
-and reduce its gradients once, after the last.
+The loop passes all micro-batches of a step in one call. A trainer with several devices can thus compute `width`
+micro-batches at once, and sum gradients over devices once, after the last one.
 
 A trainer guarantees that:
 
@@ -42,15 +43,15 @@ class Trainer(Protocol):
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights; the loop may publish only after several of them."""
+        """The number of optimizer steps applied so far; a version that the loop publishes may have several."""
         ...
 
     @property
     def width(self) -> int:
-        """The number of micro-batches computed at once, one on each part of the trainer.
+        """The number of micro-batches that the trainer computes at once, on different devices.
 
-        Sequences are fastest if their length is a multiple of `width` and each slice's micro-batches cost about the
-        same.
+        A call is fastest if its number of micro-batches is a multiple of `width`, and each `width` consecutive ones
+        have similar cost.
         """
         ...
 
@@ -77,9 +78,9 @@ class Trainer(Protocol):
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` on each micro-batch with the given weights; the trainer's own weights and state do not change.
 
-        The result is that of a trainer that had loaded the given weights on the same devices. During the call, the
+        The result is that of a trainer on the same devices that has loaded the given weights. During the call, the
         devices hold one more copy of the model. The weights come from an earlier `gather_weights`, copied to the host
-        (`host_weights.copied`). Where master weights are rounded for engines, these are the rounded ones.
+        (`host_weights.copied`), and are thus rounded if engines get rounded weights.
 
         Raises:
             StateError: the weights do not match `weight_layout`.
@@ -87,7 +88,7 @@ class Trainer(Protocol):
         ...
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective on each micro-batch (at least one) and accumulate the sum of their gradients.
+        """Evaluate the objective on each micro-batch (at least one), and add the gradients to the accumulated one.
 
         A micro-batch whose loss mask selects no token adds gradient 0.
 
@@ -98,7 +99,7 @@ class Trainer(Protocol):
         ...
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the accumulated gradient; increment the version. Rate 0 leaves all weights unchanged.
+        """Clip, apply and clear the accumulated gradient; increment the version. A rate of 0 changes no weight.
 
         Raises:
             ProtocolError: no gradient was accumulated.
@@ -107,11 +108,11 @@ class Trainer(Protocol):
         ...
 
     def discard_gradient(self) -> None:
-        """Discard the accumulated gradient of a skipped step."""
+        """Discard the accumulated gradient, because its step is skipped."""
         ...
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return every parameter in the order of `gather_weights`; tied parameters appear once."""
+        """Return name, shape and dtype of every parameter, in the order of `gather_weights`; tied ones appear once."""
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, Any]]:

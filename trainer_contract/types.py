@@ -1,7 +1,7 @@
-"""Values of the trainer contract: frozen, numpy only.
+"""The data types of the trainer contract: immutable, and based on numpy only.
 
-In shapes, T is the number of tokens of a micro-batch and S that of segments in it: rollouts, or parts of branching
-ones.
+In shapes, T is the number of tokens of a micro-batch, and S its number of segments. A segment is a rollout, or a path
+through one that branches.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-#: Expert indices: one byte each if a layer has at most 256 experts, else two.
+#: Arrays of expert indices: u8 if a layer has at most 256 experts, else u16.
 Experts = NDArray[np.unsignedinteger[Any]]
 
 
 class Precision(StrEnum):
-    """Precision of arithmetic in forward and backward; master weights and optimizer state are always fp32."""
+    """Precision of computation in forward and backward; master weights are always fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -61,7 +61,7 @@ class HeadPrecision(StrEnum):
 
 
 class Kernels(StrEnum):
-    """Kernels of the forward pass, shared by engine and trainer."""
+    """The kind of kernels in forward passes; engine and trainer use the same kind."""
 
     FAST = "fast"
     """The fastest ones. A token's last bits depend on the tokens that are computed with it."""
@@ -81,7 +81,7 @@ class Device(StrEnum):
 
 
 class WeightDType(StrEnum):
-    """Dtype of weights in a model directory, in transit to engines, or in an engine."""
+    """Dtype of weights: in a model directory, while they are sent to engines, or in an engine."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -98,7 +98,7 @@ class Rounding(StrEnum):
 
 
 class RoutingShape(NamedTuple):
-    """Sizes of a mixture-of-experts model: layers with a router, experts per layer, and experts per token."""
+    """Sizes of a mixture-of-experts model: number of layers with a router, experts per layer, experts per token."""
 
     layers: int
     experts: int
@@ -129,7 +129,7 @@ class OptimizerSpec:
 class TrainerSpec:
     """Arguments of `init_worker`. `model_path` is a local Hugging Face directory (or a bigram model's).
 
-    With `Head.VALUE` the directory may hold a language model; its value head then starts at 0.
+    With `Head.VALUE` the directory may hold a language model without a value head; the head then starts at 0.
     """
 
     model_path: Path
@@ -156,8 +156,8 @@ class TrainerSpec:
 class MicroBatch:
     """Rollouts packed back to back, without padding: the tokens of one forward and backward pass.
 
-    Most rollouts are one segment. An episode that branched has several; a beginning that several segments share is in
-    the loss mask of the first of them only.
+    Most rollouts are one segment. An episode that branched has several. If segments share a prefix, its sampled tokens
+    are in the loss mask of the first of these segments only.
 
     Column t describes token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its segment. The first
     token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` is the
@@ -173,27 +173,27 @@ class MicroBatch:
         token_ids: i32 [T].
         position_ids: i32 [T], restart at 0 in each segment.
         segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
-        rollout_ids: i32 [T] or None, the rollout of each segment, in 0..S-1; segments of one rollout have equal
-            numbers. Read by objectives with a term of whole rollouts. None: each segment is a rollout.
+        rollout_ids: i32 [T] or None, the number of each token's rollout, in 0..S-1; objectives with a term of whole
+            rollouts read it. None: each segment is a rollout.
         loss_mask: bool [T], True for tokens that the model sampled and that may be trained on.
         advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
-        behavior_logprobs: f32 [T], the sampler's; 0 outside the mask.
-        temperatures: f32 [T], of sampling; log-probs are those of softmax(logits / temperature).
-        old_logprobs: f32 [T] or None, recomputed by the trainer; arbitrary outside the mask.
-        ref_logprobs: f32 [T] or None, of the frozen reference.
+        behavior_logprobs: f32 [T], log-probs that the sampler reported; 0 outside the mask.
+        temperatures: f32 [T], sampling temperatures; log-probs are those of softmax(logits / temperature).
+        old_logprobs: f32 [T] or None, log-probs recomputed by the trainer; any value outside the mask.
+        ref_logprobs: f32 [T] or None, log-probs of the frozen reference.
         values: f32 [T] or None, predicted by the critic when the step began; 0 at segment starts.
         returns: f32 [T] or None, targets of the critic; 0 outside the mask.
-        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient. As a column, a coefficient that
-            varies between steps does not make a backend recompile the objective.
-        streams: i32 [T] or None, the number of each token's loss, for an objective that is a sum of several losses
-            (`pipelinerl.objective.streams`); None if all tokens have the same loss.
+        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient. A coefficient that varies between
+            steps is a column, so that backends need not recompile the objective.
+        streams: i32 [T] or None, for an objective that sums several losses (`pipelinerl.objective.streams`): the number
+            of the loss to which each token belongs. None if all tokens have the same loss.
         behavior_versions: i32 [T] or None, version of the weights that sampled each token; 0 outside the mask. Trainers
             ignore them; metrics use them to separate staleness from numerical mismatch.
         routed_experts: u8 or u16 [T, layers, top_k] or None. Row t holds the experts that the sampler's routers chose
-            for the token before t; meaningless at segment starts. The trainer's routers then choose the same experts
-            (rollout routing replay, R3: arXiv 2510.11370); with None they choose freely.
-        num_segments: S.
+            for token t − 1; meaningless at segment starts. The trainer's routers then choose the same experts (rollout
+            routing replay, R3: arXiv 2510.11370); with None they choose freely.
+        num_segments: S, the number of segments.
     """
 
     token_ids: Int32
@@ -221,19 +221,19 @@ class MicroBatch:
         return int(self.token_ids.shape[0])
 
 
-#: Columns by name, as arrays of the backend's library (numpy, torch, jax): the inputs of an objective.
+#: The inputs of an objective: columns by name, as arrays of the backend's library (numpy, torch, jax).
 Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """The loss that `backward` minimises, written once for every array library.
+    """The loss that `backward` differentiates, written once for all array libraries.
 
     Predictions are log-probs, or values if the trainer has a value head.
     """
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that the objective reads: those of the micro-batch, and those of `HeadMeasure`."""
+        """Names of the optional columns that the objective reads, of `MicroBatch` and of `HeadMeasure`."""
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
@@ -247,7 +247,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class MeasuringObjective(Protocol):
-    """The additional method of an `Objective` whose `needs` may contain a `HeadMeasure`."""
+    """Additional interface of an `Objective` whose `needs` may contain a `HeadMeasure`."""
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
         """Return d loss / d measure, [T], in closed form, for each measure in `needs`."""
@@ -259,13 +259,13 @@ def measures_of(objective: Objective) -> tuple[HeadMeasure, ...]:
     return tuple(measure for measure in HeadMeasure if measure in objective.needs)
 
 
-#: All parameters in host memory by name: bytes u8 [n] in C order, in the dtype of `weight_layout`.
+#: All parameters of a model in host memory, by name: raw bytes u8 [n] in C order, of the dtypes in `weight_layout`.
 HostWeights = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """The result of one `backward`: the loss it added, and its predictions f32 [T], 0 outside the loss mask."""
+    """The result of `backward` for one micro-batch: its loss, and its predictions f32 [T], 0 outside the loss mask."""
 
     loss: float
     predictions: Float32

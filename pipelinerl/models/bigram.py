@@ -1,7 +1,7 @@
 """The bigram model: the smallest language model that can be trained and served. numpy only.
 
-Row i of `logits` [V, V] holds the logits of the token after token i. The directory has a Hugging Face model's files, so
-bigram engine and trainer can replace real ones in tests.
+Row i of `logits` [V, V] holds the logits of the token after token i. A bigram model is saved as the same files as a
+Hugging Face model. In tests, the bigram engine and trainer can thus replace real ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BigramModel:
 
     @classmethod
     def random(cls, vocab_size: int, *, seed: int, scale: float = 1.0, context_length: int = 512) -> BigramModel:
-        """Return a model of normal logits with standard deviation `scale`; 0 makes every token equally likely."""
+        """Return a model with random normal logits of standard deviation `scale`; 0 makes all tokens equally likely."""
         logits = rng.generator(seed, MODEL_TYPE).standard_normal((vocab_size, vocab_size)) * scale
         return cls(logits=logits.astype(np.float32), context_length=context_length)
 

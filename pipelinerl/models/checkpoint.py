@@ -30,26 +30,27 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-#: File of a value model's head in its directory: `weight` [1, D] and `bias` [1], fp32.
+#: Name of the file with a value model's head, in the model's directory. It holds `weight` [1, D] and `bias` [1], fp32.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
-#: Longest header in bytes that safetensors itself reads.
+#: Maximum size in bytes of a safetensors file's header; the safetensors library rejects longer ones.
 _LONGEST_HEADER: Final = 100_000_000
-#: Form of a model's name on the hub.
+#: Pattern of a model's name on the Hugging Face hub, such as `Qwen/Qwen3-8B`.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of unsupported tokenizers that can be converted to a supported one.
+#: Files of tokenizers that are not supported, but that can be converted to a tokenizer.json.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Number of bytes read and hashed at once.
+#: Number of bytes per read when files are hashed.
 _BLOCK_BYTES: Final = 2**20
-#: Supported dtypes: safetensors' name, and the name in torch and NumPy.
+#: Supported dtypes: safetensors' name for each, mapped to its name in torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-#: Part to load: the language model, or only its layers, whose output is the last hidden states.
+#: The part of a model to load: the whole causal language model, or only its layers, which output the last hidden
+#: states.
 Part = Literal["causal_lm", "trunk"]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its dtype, its shape, its first byte and its number of bytes."""
+    """A tensor in a safetensors file: its dtype, its shape, the offset of its first byte, and its size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Raise ModelError for missing files, or a damaged config.json or index; the message names the file. Cheap."""
+    """Raise ModelError if a file is missing, or config.json or the index is damaged; weights are not read."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
@@ -117,12 +118,12 @@ def model_type(path: Path) -> str:
 
 
 def text_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration of the text model: all of config.json, or a part. Raises ModelError if unreadable."""
+    """Return `text_config` of config.json, or all of config.json without it. Raises ModelError if unreadable."""
     return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files with the model's weights: those of the index, the single file, or all safetensors files.
+    """Return the weight files: those in the index, or else model.safetensors, or else all other safetensors files.
 
     Raises ModelError if the index is damaged, or names a missing file.
     """
@@ -158,9 +159,9 @@ def weights_digest(path: Path) -> str:
 
 
 def model_dtype(path: Path) -> WeightDType:
-    """Return the dtype of the weights: that of config.json, or else that of most bytes in the files.
+    """Return the weights' dtype: the one in config.json, or else the dtype of most bytes in the weight files.
 
-    Raises ModelError if the dtype cannot be served, such as eight bits, or a file cannot be read.
+    Raises ModelError if engines cannot serve this dtype, such as an 8-bit one, or if a file cannot be read.
     """
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
@@ -201,7 +202,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTensor:
-    """Parse one entry of a header. Raises ValueError, TypeError or KeyError if it does not fit its file."""
+    """Parse one tensor's entry in a file's header. Raises ValueError, TypeError or KeyError if it is invalid."""
     (start, end), code, shape = tensor["data_offsets"], str(tensor["dtype"]), tuple(tensor["shape"])
     numbers = (start, end, *shape)
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in numbers):
@@ -222,12 +223,12 @@ def vocab_size(path: Path) -> int | None:
 
 
 def check_weights(path: Path) -> PreTrainedModel:
-    """Return the causal LM of a directory, reading only names and shapes of its weights. Raises as `load_model`."""
+    """Return a directory's causal LM on the meta device. Raises ModelError if stored names or shapes do not fit."""
     return _load(path, device_map="meta")
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Check up to `most_bytes` stored bytes for NaN and infinity; return how many were skipped. Raises ModelError."""
+    """Raise ModelError if a stored tensor has NaN or infinity; check up to `most_bytes`, return the bytes skipped."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -243,7 +244,7 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
-    """Return the causal LM of a directory in `dtype`, without values; its parameters are in a trainer's order."""
+    """Return a directory's causal LM in `dtype`, on the meta device, with parameters in the order trainers use."""
     import torch
 
     skeleton: Any = check_weights(path)
@@ -264,7 +265,7 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return `load_model`'s model in fp32 with parameters, and stored buffers, on the meta device. Raises the same."""
+    """Return the model of `load_model` in fp32, with all stored tensors on the meta device. Raises ModelError."""
     import torch
 
     model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
@@ -302,7 +303,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         )
 
     transformers_logging.disable_progress_bar()  # the progress bar logs a line for each parameter
-    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the first is reported below
+    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names one
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
         "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
@@ -370,7 +371,7 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         tokenizer.save(staging)
         staging.chmod(0o755)
         for file in staging.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner can read
+            file.chmod(0o644)  # safetensors creates files that only their owner can read
             sync(file)
         sync(staging)
         staging.rename(path)

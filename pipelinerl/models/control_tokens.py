@@ -3,7 +3,7 @@
 `ConversationTail` continues such a chat after an answer. A control token is an added token that structures a
 conversation. There are two kinds:
 
-    structural   special by its flag, or ends a sample, or written by the template around a plain user message.
+    structural   a token that is flagged as special, ends a sample, or frames a plain user message in the template.
                  No content may contain one, whatever its role.
     inner        any other added token that the template mentions (Qwen's `<think>`, `<tool_call>`, `<tool_response>`).
                  Contents of `user` and `tool` are data and may not contain one. Those of `system` and `assistant` may:
@@ -53,7 +53,7 @@ class Chat:
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def rewritten(self, change: Callable[[Text], str]) -> Chat:
-        """Return the chat with each of its texts changed, in a fixed order. Roles and `also` are kept."""
+        """Return a chat in which `change` has replaced each text, in a fixed order; roles and `also` stay the same."""
         turns = [_rewritten_turn(row, turn, change) for row, turn in enumerate(self.turns)]
         tools = [_rewritten(tool, "tool", f"tools.{row}", change) for row, tool in enumerate(self.tools)]
         return Chat(turns=turns, tools=tools, also=self.also)
@@ -73,7 +73,7 @@ class Chat:
 @final
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of a chat, the role that decides which control tokens it may spell, and its place in the chat."""
+    """A text of a chat, the role that decides which control tokens it may spell, and its path in the chat."""
 
     value: str
     role: str
@@ -85,23 +85,24 @@ Render = Callable[[Chat, bool], str]
 #: Function that returns the position in a rendered text where its encoding begins.
 Begin = Callable[[str], int]
 
-#: Fields in which a message's role may write control tokens. Other fields are data, whatever the role.
+#: Fields of a message whose permitted control tokens depend on its role. All other fields are data, whatever the role.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
 #: Roles whose contents are data and may not contain inner control tokens.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
-#: Private characters, which no tokenizer changes: names of control tokens in the copy, and marks in texts.
+#: Bounds of Unicode's private characters, which no tokenizer changes. Those from `_NAMES` on name control tokens in the
+#: copied tokenizer; those from `_MARKS` on mark positions in texts.
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
-#: Symbols, which control tokens contain and words rarely do.
+#: Matches a symbol. Control tokens contain symbols, ordinary words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
 _HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a character; leave it out"
-#: Number of conversation shapes whose structure is cached.
+#: Maximum number of chats, reduced by `_shape`, whose structural tokens are cached.
 _SHAPES: Final = 256
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Spellings:
-    """A set of texts, with a search for all their occurrences, overlapping ones included."""
+    """A set of strings, and a search for all their occurrences in a text, including overlapping ones."""
 
     texts: frozenset[str]
     lengths: tuple[int, ...]
@@ -109,13 +110,13 @@ class Spellings:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Spellings:
-        """Return the set of `texts`, none of which may be empty."""
+        """Build from the strings `texts`, none of which may be empty."""
         known = frozenset(texts)
         firsts = "".join(sorted({re.escape(text[0]) for text in known}))
         return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
 
     def starts(self, content: str) -> list[int]:
-        """Return the positions in `content` where any of the texts begins."""
+        """Return the positions in `content` at which any of the strings begins."""
         return [
             at
             for at in (found.start() for found in self.first.finditer(content))
@@ -171,8 +172,8 @@ class ContentGuard:
         `begin` returns the position in the rendered text to begin at; `first_row` numbers turns in error messages.
 
         Raises:
-            ModelError: the template rejects the chat; a text of `also`, which it may write anywhere, spells a control
-                token; or another text does, and the template changes it in a way that cannot be tracked.
+            ModelError: the template rejects the chat; or a text of `also` spells a control token; or a text of the chat
+                spells one, and the template changes this text in a way that cannot be tracked.
         """
         for name, value in chat.also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
@@ -193,22 +194,23 @@ class ContentGuard:
                     "texts with such spellings in a way that cannot be tracked; leave the spelling out"
                 )
             return self._apart(text[start:], _after(start, data))
-        # A normalizer, or the template, may still turn a part of a text into a control token.
+        # No text spells a control token, but a normalizer or the template may still turn a part of a text into one.
         expected = self._structure_of_tail(chat, begin) if begin else self._expected(_shape(chat))
         if self._structure(ids) == expected:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
         data = self._places(chat, texts, symbols, text)
-        # If `data` is None, the template's output depends on the texts, none of which spells a control token.
+        # If `data` is None, marks in the texts would change the rest of the output. No text spells a control token, so
+        # the tokenizer's own ids are safe.
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
-        """Return token ids of `content` alone, as in a message of this role. Raises `ModelError`."""
+        """Return token ids of `content` without a template, by the rules for this role. Raises `ModelError`."""
         spelt = self._closed_to(role).starts(content)
         return self._apart(content, frozenset(spelt)) if spelt else self._ids(content)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokenizer's own ids, without offsets, which would take a tenth longer."""
+        """Return the tokenizer's own ids, without offsets, since computing offsets takes a tenth longer."""
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
@@ -230,7 +232,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens from `begin` on for texts without symbols; None if the template rejects them."""
+        """Return structural tokens from `begin` on of the chat without symbols in its data; None if it is rejected."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -304,7 +306,7 @@ class ContentGuard:
 
     @cached_property
     def _twin(self) -> Tokenizer:
-        """Copy the tokenizer with renamed control tokens, once, on first use; a large one takes about a second."""
+        """Copy the tokenizer with renamed control tokens, once, on first use; this may take a second."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
 
 
@@ -329,7 +331,7 @@ def _rewritten_turn(row: int, turn: Turn, change: Callable[[Text], str]) -> Turn
 
 
 def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str]) -> Any:
-    """Change each text in `value`, including the names of fields, which are data in arguments too."""
+    """Apply `change` to each text in `value` and to names of fields, which are data in a call's arguments."""
     if isinstance(value, str):
         return change(Text(value, role, place))
     if isinstance(value, Mapping):
@@ -343,7 +345,7 @@ def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str])
 
 
 def _shape(chat: Chat) -> str:
-    """Return a chat as JSON, with its texts reduced to what the structure around them may depend on."""
+    """Return a chat as JSON, in which texts are reduced to the features that a template may depend on."""
     turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
     tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
     return json.dumps({"turns": turns, "tools": tools, "also": dict(sorted(chat.also.items()))})
@@ -396,13 +398,13 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(made))
 
 
-#: Mark in place of an answer: letters and digits only, which no template or tokenizer changes.
+#: Text that replaces an answer to find its position; no template or tokenizer changes letters and digits.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
 
 class _NoTail(Exception):
-    """The text after an answer cannot be separated in this template."""
+    """Raised if the text that a template writes after an answer cannot be separated."""
 
 
 @final
@@ -425,7 +427,7 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # by the number of tool calls in the answer
+        self._closings: dict[int, tuple[str, int]] = {}  # keys: number of tool calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
         """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
@@ -502,7 +504,7 @@ class ConversationTail:
 
 
 def _with_mark(answer: Turn, mark: str) -> Turn:
-    """Return the answer with the mark as content and arguments; a template may write a call instead of the content."""
+    """Return the answer with its content and its calls' arguments replaced by the mark; templates may omit either."""
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):

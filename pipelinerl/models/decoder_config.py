@@ -18,7 +18,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.models.directory_files import json_object, text_table
 
-#: Prefix of the layers' parameters; `*` stands for the layer's number.
+#: Prefix of the names of parameters inside layers; `*` stands for the layer's number.
 LAYER: Final = "model.layers.*."
 EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
@@ -27,7 +27,8 @@ HEAD: Final = "lm_head.weight"
 VALUE_WEIGHT: Final = "value_head.weight"
 VALUE_BIAS: Final = "value_head.bias"
 
-#: For each model_type: biases of queries, keys and values (None: by `attention_bias`), and norms of queries and keys.
+#: For each model_type: whether queries, keys and values have biases (None: as `attention_bias` in config.json says),
+#: and whether queries and keys have norms.
 _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "llama": (None, False),
     "mistral": (False, False),
@@ -51,7 +52,8 @@ class Rotary:
         plain = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.original_positions is None:
             return (plain / self.factor).astype(np.float32)
-        # Waves that fit the original context more than `high` times are kept; below `low` times they are stretched.
+        # Frequencies that turn more than `high` times within the original context are kept. Those that turn fewer than
+        # `low` times are divided by `factor`; between these bounds the two are interpolated.
         turns = self.original_positions * plain / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
@@ -63,7 +65,7 @@ class Parameter:
 
     Attributes:
         name: Hugging Face's; a `*` stands for the layer's number.
-        shape: in one layer, in Hugging Face's order [out, in].
+        shape: the shape within one layer; a matrix is [out, in], as in Hugging Face's files.
         axes: the mesh axis (`tensor`, `fsdp` or None) along which each dimension of `shape` is divided.
         layers: the number of layers stacked along a leading dimension; None for a parameter outside the layers.
     """
@@ -80,7 +82,7 @@ class Parameter:
 
     @property
     def stacked_axes(self) -> tuple[str | None, ...]:
-        """The mesh axes that `stacked_shape` is divided over; layers are never divided."""
+        """The mesh axis of each dimension of `stacked_shape`; None for the dimension of layers."""
         return self.axes if self.layers is None else (None, *self.axes)
 
     @property
@@ -95,7 +97,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder; the names are Hugging Face's, shortened."""
+    """Sizes and switches of one decoder, under shortened Hugging Face names."""
 
     model_type: str
     vocab: int
@@ -195,7 +197,7 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
 
 def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
     layers, window = int(table["num_hidden_layers"]), table.get("sliding_window")
-    if table["model_type"] != "mistral":  # the other types have a separate switch
+    if table["model_type"] != "mistral":  # Llama and Qwen configurations have a separate switch, `use_sliding_window`
         window = window if table.get("use_sliding_window", False) else None
     kinds = table.get("layer_types")
     if kinds is None and table["model_type"] != "mistral":

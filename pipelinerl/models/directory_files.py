@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 
-#: Larger than any known tokenizer.json, in bytes.
+#: Maximum size in bytes of a JSON file; larger than any known tokenizer.json.
 _LONGEST_JSON: Final = 256 << 20
-#: Upper bounds of the sizes in config.json, above those of any model.
+#: Upper bounds of the sizes in config.json; no known model exceeds them.
 _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head"), 1 << 14),
     **dict.fromkeys(("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
@@ -25,7 +25,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
-#: Sizes that may be null or 0; they then follow from the others.
+#: Sizes that may be null or 0 in config.json; their values then follow from other sizes.
 _MAY_BE_ABSENT: Final = frozenset(
     {
         "num_key_value_heads", "head_dim", "n_inner", "num_experts", "num_local_experts", "n_routed_experts",
@@ -35,7 +35,7 @@ _MAY_BE_ABSENT: Final = frozenset(
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError if there is none, or it is too large or too deep."""
+    """Return the JSON object in a file. Raises ModelError if the file has no object, is too large or too nested."""
     try:
         if file.stat().st_size > _LONGEST_JSON:
             raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, which no model needs; copy it again")
@@ -87,17 +87,17 @@ def one_line(error: BaseException) -> str:
     return message[:300] or type(error).__name__
 
 
-#: Bits of the exponent by dtype; values of other dtypes, such as eight bits, are not checked.
+#: Mask of the exponent's bits, by dtype. Values of other dtypes, such as 8-bit ones, are not checked.
 _EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
-#: Number of values checked at once; a block stays in a core's cache between the two maxima.
+#: Number of values per block: small enough that a block stays in a core's cache while two maxima are computed.
 _BLOCK: Final = 2**18
 
 
 def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -> None:
     """Raise ModelError if the values of a parameter of the directory `path` contain NaN or infinity.
 
-    A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest of
-    either sign, so two maxima find them at the speed of memory.
+    A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest among
+    those of the same sign. Two maxima, one for each sign, therefore find them at the speed of memory.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:

@@ -1,8 +1,8 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) in plain JAX: pure functions of a mapping from names to arrays.
 
 Weights are read from a Hugging Face directory as sharded arrays, each device's part separately, and exported one
-parameter at a time. Names and layouts are Hugging Face's. A parameter of every layer is one array with a leading
-dimension of layers and a `*` in its name, over which `lax.scan` runs.
+parameter at a time. Names and layouts are Hugging Face's. Parameters inside layers are stacked: one array holds a
+parameter of all layers, with `*` for the layer's number in its name. `lax.scan` runs over the leading dimension.
 
     weights["model.layers.*.self_attn.q_proj.weight"]      [L, H·d, D]
 
@@ -93,7 +93,7 @@ def hidden_states(
 
 
 def layer_weights(weights: Weights) -> dict[str, Array]:
-    """Return the stacked parameters by their names within a layer."""
+    """Return the parameters of layers, still stacked, by their names within a layer."""
     return {name.removeprefix(LAYER): array for name, array in weights.items() if name.startswith(LAYER)}
 
 
@@ -128,7 +128,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def linear(layer: Weights, name: str, x: Array) -> Array:
-    """Return x […, in] · weightᵀ + bias, if the layer has one: […, out]."""
+    """Return x […, in] · weightᵀ […, out], plus the bias if the layer has one."""
     weight = layer[f"{name}.weight"]
     y = jnp.einsum("...i,oi->...o", x, weight)
     bias = layer.get(f"{name}.bias")
@@ -150,7 +150,7 @@ def attention_inputs(
 
 
 def gated_mlp(layer: Weights, h: Array) -> Array:
-    """Return down(silu(gate(h)) · up(h)), […, D]."""
+    """Return the gated MLP down(silu(gate(h)) · up(h)), […, D]."""
     return linear(
         layer, "mlp.down_proj", jax.nn.silu(linear(layer, "mlp.gate_proj", h)) * linear(layer, "mlp.up_proj", h)
     )
@@ -171,12 +171,12 @@ def grouped_attention(query: Array, key: Array, value: Array, visible: Array) ->
     return jnp.einsum("bkgqt,btkd->bqkgd", shares, value).reshape(query.shape)
 
 
-#: JAX's two names for one setting; the second is older, and setting both is an error.
+#: JAX's two names for the environment variable that limits GPU memory. The second is older; setting both is an error.
 _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def bound_memory(share: float | None) -> None:
-    """Limit this process to `share` of each GPU (None: JAX's three quarters); call it before JAX looks for devices."""
+    """Limit this process to `share` of each GPU's memory (None: JAX's default, 0.75); call before JAX finds devices."""
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"
 
@@ -184,14 +184,14 @@ def bound_memory(share: float | None) -> None:
 Storage = Callable[[Parameter], Sharding]
 
 _PREFIX: Final = "model."
-#: Parameters of a value model's head, with their names in its file.
+#: Names of a value head's parameters, mapped to their names in the head's file.
 _VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 
 def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
-    """Load every parameter, stacked over layers, in `dtype`; `place` returns the sharding of `stacked_shape`.
+    """Load every parameter, stacked over layers, in `dtype`; `place` returns a parameter's sharding.
 
-    A value model's head has a separate file; without that file the head is 0, and so is every value.
+    A value model's head has a separate file; without that file the head's parameters are 0, so all values are 0.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, misshapen, unknown to the decoder or not finite.
@@ -214,7 +214,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
 def export_weight(
     weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
 ) -> jax.Array:
-    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device; every process must call this."""
+    """Return a parameter (its slice `layer` if stacked) in `dtype`, replicated on every device; collective call."""
     array = weights[parameter.name]
     sharding = array.sharding
     everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
@@ -224,11 +224,11 @@ def export_weight(
 def place_weights(
     config: DecoderConfig, read: Callable[[str], NDArray[np.uint8]], *, like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Return weights from host bytes in `config.dtype`, stacked, with the dtype and sharding of `like`.
+    """Build stacked weights with the dtype and sharding of `like` from bytes in `config.dtype` on the host.
 
-    Programs compiled for `like` can be reused. `read` returns a parameter's bytes by its name in a layer and is called
-    once for each name, in a fixed order. The host holds one whole parameter at a time, and the parts of its own
-    devices.
+    Programs compiled for `like` can run on the result. `read` returns the bytes of one layer's parameter by name; it is
+    called once for each name, in a fixed order. At any time, the host holds one whole parameter of one layer, and the
+    shards of its own devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 
@@ -243,7 +243,7 @@ def place_weights(
             for key, index in indices.items():
                 if parameter.layers is None:
                     parts[key][...] = whole[index]
-                else:  # layers are never divided
+                else:  # the dimension of layers is never sharded
                     parts[key][layer] = whole[index[1:]]
         return jax.make_array_from_callback(shape, model.sharding, lambda index: parts[_key(index or ())])
 
@@ -251,7 +251,7 @@ def place_weights(
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
-    """Return a part's index as a key, because Python 3.11 cannot hash slices."""
+    """Convert a shard's index to a dictionary key, because Python 3.11 cannot hash slices."""
     return tuple((part.start, part.stop) for part in index)
 
 
@@ -284,7 +284,7 @@ def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dty
 
 
 def _whole_name(name: str) -> str:
-    """Return a tensor's name in a language model; files of value models omit the prefix `model.`."""
+    """Return a tensor's name with the prefix `model.`, which files of value models omit."""
     return name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name
 
 
@@ -296,7 +296,8 @@ def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: Decod
         found = tuple(tensors[name].get_shape())
         if found != shape:
             raise ModelError(f"{path}: the tensor {name!r} must have the shape {shape} by config.json, got {found}")
-    # Files may also hold a tied head or the rotary table; any other extra tensor would be ignored silently.
+    # A tied output layer and the rotary table may be in the files, too. Reject any other extra tensor, because it would
+    # be ignored silently.
     extra = sorted(
         name for name in tensors.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq")
     )

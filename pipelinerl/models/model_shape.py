@@ -1,6 +1,6 @@
 """`ModelShape`: the sizes of a language model from its directory alone, without its weights and without torch.
 
-Shapes come from the headers of the safetensors files, or without these from the table of a Llama-family decoder.
+Shapes come from the headers of the safetensors files or, without such files, from a Llama decoder's config.json.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pipelinerl.models.directory_files import json_object, text_table
 from trainer_contract.types import RoutingShape, WeightDType
 
 _HEAD: Final = "lm_head.weight"
-#: Last names of embedding modules in the supported families.
+#: Last components of the names of embedding modules in the supported model families.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions", "embed_in"})
-#: Names right before a layer's number in parameter names.
+#: Components that precede a layer's number in parameter names, as in `model.layers.3`.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
 BYTES: Final[Mapping[WeightDType, int]] = {
@@ -33,7 +33,7 @@ BYTES: Final[Mapping[WeightDType, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model; `parameters` has the shape of each parameter by name, tied ones once."""
+    """Sizes of a model; `parameters` maps each parameter's name to its shape, with tied parameters listed once."""
 
     parameters: Mapping[str, tuple[int, ...]]
     dtype: WeightDType
@@ -67,17 +67,17 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in tensors of at least two dimensions, whose products autocast computes."""
+        """The number of parameters in tensors of at least two dimensions; autocast computes products with these."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property
     def multiplied(self) -> int:
-        """The number of parameters of linear layers, experts and the output layer, even if it is tied."""
+        """The number of parameters of linear layers, experts and the output layer; a tied output layer counts too."""
         return sum(map(math.prod, self.linear.values())) + self.experts + self.vocab * self.hidden
 
     @property
     def products(self) -> int:
-        """The number of parameters of linear layers, and of the output layer unless it is tied."""
+        """The number of parameters of linear layers and the output layer; a tied output layer does not count."""
         outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
         return sum(map(math.prod, [*self.linear.values(), *outer]))
 
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def normalises_heads(self) -> bool:
-        """True if queries and keys have norms of their own."""
+        """True if queries and keys are normalised (QK norm)."""
         return any("q_norm" in name for name in self.parameters)
 
     @property
@@ -97,7 +97,7 @@ class ModelShape:
         return any("c_attn" in name or "qkv" in name for name in self.parameters)
 
     def adapted(self, targets: Collection[str] | None) -> list[tuple[int, ...]]:
-        """Return the shapes of matrices that LoRA adapts: those with these last names, or all inside the layers."""
+        """Return the shapes of the matrices that LoRA adapts: modules with a last name in `targets`; None means all."""
         return [shape for name, shape in self.linear.items() if targets is None or _module(name) in targets]
 
 
@@ -164,7 +164,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_
 
 
 def mixture_of(path: Path) -> RoutingShape | None:
-    """Return the routing sizes in a model's config.json; None without experts. Raises ModelError if unreadable."""
+    """Return the mixture-of-experts sizes in config.json; None for a dense model. Raises ModelError if unreadable."""
     where = path / "config.json"
     try:
         text = text_table(where)
@@ -192,7 +192,7 @@ def replayed_routing(path: Path) -> RoutingShape:
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Convert a directory's shapes by name to those of the loaded model, in which a layer's experts are two parameters.
 
-    Files name each expert's matrices, `….experts.3.gate_proj.weight`. The loaded parameters, which are trained,
+    Files store expert matrices separately, as `….experts.3.gate_proj.weight`. The loaded parameters, which are trained,
     gathered and sent, are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width].
     """
     fused: dict[str, tuple[int, ...]] = {}
@@ -209,7 +209,7 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
 
 
 def _layers(text: Mapping[str, Any]) -> int:
-    """Return the number of layers with experts."""
+    """Return the number of mixture-of-experts layers."""
     kinds = text.get("mlp_layer_types")
     if kinds is not None:
         return sum(kind == "sparse" for kind in kinds)

@@ -3,9 +3,9 @@
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
 same seed gives the same weights.
 
-A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` checks greedy
-accuracy on a whole mixture. `warm_start_domains` checks the reward of sampled answers by domain; a domain with a
-sufficient reward is only rehearsed until the others catch up. Held-out problems are never used.
+A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` stops at a given
+greedy accuracy over all problems. `warm_start_domains` stops at a given reward of sampled answers in every domain; a
+domain that reaches its reward early gets less data until the others catch up. Neither uses held-out problems.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DecoderShape:
 
 
 class DebugSize(Enum):
-    """Random decoders by the size of their float32 weights; the value is the shape."""
+    """Random decoders, named by the size of their float32 weights; the value of a member is the decoder's shape."""
 
     MB_3 = DecoderShape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, vocab=512, max_positions=2048)
     MB_24 = DecoderShape(hidden=320, layers=5, heads=5, kv_heads=5, intermediate=832, vocab=512, max_positions=2048)
@@ -101,7 +101,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
     )
     model = Qwen3ForCausalLM(config).float().eval()
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:  # norms: a Qwen3 has no biases
+        if parameter.ndim == 1:  # only norms have one dimension, because a Qwen3 has no biases
             values = np.ones(parameter.shape, dtype=np.float32)
         else:
             normal = rng.generator(seed, "tiny_decoder", name).standard_normal(tuple(parameter.shape), dtype=np.float32)
@@ -156,7 +156,7 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
 
 _IGNORED = -100
-#: Number of demonstrations that are measured to choose a domain's batch size.
+#: Number of demonstrations whose lengths are measured to choose a domain's batch size.
 _MEASURED = 32
 
 
@@ -165,10 +165,10 @@ class WarmStartSettings:
     """Settings of `warm_start`.
 
     Attributes:
-        training_problem, validation_problem: problem i of the training and of the validation split.
-        shape: of the decoder; its `vocab` must hold the tokenizer's.
-        accuracy: [low, high] of greedy validation accuracy. Training stops at the first check inside; above `high` is a
-            failure, since RL would have too little left to do.
+        training_problem, validation_problem: return problem i of the training or the validation split.
+        shape: sizes of the decoder; its `vocab` must be at least the tokenizer's vocabulary.
+        accuracy: (low, high), the bounds of greedy validation accuracy. Training stops at the first check within the
+            bounds. An accuracy above `high` is a failure, since it would leave RL too little to learn.
         demonstration_temperature: divides the logits in the loss, which makes the model decisive at temperature 1.
         check_every: optimizer steps between two checks.
     """
@@ -190,7 +190,7 @@ class WarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartProgress:
-    """One check: greedy accuracy, expected accuracy of samples at temperature 1, mean loss per token in nats."""
+    """Results of one check: greedy accuracy, expected accuracy at temperature 1, and mean loss per token in nats."""
 
     step: int
     greedy_accuracy: float
@@ -257,7 +257,7 @@ def warm_start(
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Prompts with their right answers, padded on the right: i64 [B, L] each; `labels` is −100 outside the answers."""
+    """Prompts with their correct answers, padded at the end; each i64 [B, L]. `labels` is −100 outside the answers."""
 
     token_ids: torch.Tensor
     labels: torch.Tensor
@@ -328,12 +328,12 @@ class DomainWarmStartSettings:
     """Settings of `warm_start_domains`.
 
     Attributes:
-        demonstrations: problem i of each domain's training split, by the domain's name.
+        demonstrations: for each domain's name, a function that returns problem i of its training split.
         rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
-        reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
-            RL would have too little left to do.
+        reward: (low, high), the bounds of a domain's reward. A domain at `low` or more is only rehearsed. A reward
+            above `high` is a failure, since it would leave RL too little to learn.
         tokens: approximate tokens per step of each domain.
-        rehearsal: share of tokens, and weight in the loss, of a rehearsed domain, which would otherwise be forgotten.
+        rehearsal: factor of a rehearsed domain's tokens and loss weight; at 0, the model would forget the domain.
         check_every: optimizer steps between two checks.
     """
 
@@ -353,7 +353,7 @@ class DomainWarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainProgress:
-    """One check: reward of sampled answers and demonstrations so far, by domain; mean loss per token in nats."""
+    """Results of one check: by domain, reward of samples and number of demonstrations; mean loss per token (nats)."""
 
     step: int
     rewards: Mapping[str, float]
@@ -366,7 +366,7 @@ def warm_start_domains(
 ) -> tuple[PreTrainedModel, DomainProgress]:
     """Fit demonstrations until each domain's reward is inside [low, high]; return the model and the last check.
 
-    Raises ModelError if a reward is outside at the end.
+    Raises ModelError if a reward is outside these bounds at the end.
     """
     import torch
 
@@ -429,7 +429,7 @@ def sampled_answers(
                 input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
             )
         logits, cache = output.logits[:, -1].float(), output.past_key_values
-        # The largest of logits with Gumbel noise is a sample of their softmax.
+        # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their softmax.
         drawn = (logits + torch.from_numpy(noise.gumbel(size=tuple(logits.shape))).float()).argmax(-1)
         live -= {row for row in live if int(drawn[row]) in ends}
         for row in live:

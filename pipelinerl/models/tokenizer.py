@@ -1,8 +1,8 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
 Templates may write control tokens, contents may not (`control_tokens`). A chat whose contents spell no control token is
-encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: special tokens and spaces are kept, and the
-incremental detokenizer's output adds up to the text decoded at once.
+encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: it keeps special tokens and spaces. The
+pieces from the incremental detokenizer add up to the text that `decode` returns for all tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 #: The decoder's output for bytes that do not form a character (yet).
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: More than the bytes of any character; after this number of undecided tokens, the bytes are emitted as they are.
+#: Maximum number of tokens to wait for a complete character, more than any character has bytes. After that, the
+#: undecided bytes are emitted as they are.
 _MAX_UNDECIDED = 16
 #: Model types whose tokenizer is loaded with the class that tokenizer_config.json names. `AutoTokenizer` would load the
 #: same class, but takes two seconds of CPU time in each process and imports torch. Other types need `AutoTokenizer`,
 #: because their tokenizer_config.json may name a wrong class.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
-#: Text outside most vocabularies, which tests that a tokenizer has a token for unknown characters.
+#: Characters that most vocabularies lack; encoding them tests whether the tokenizer has a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"
 _MOST_TOKENS: Final = 1 << 24
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -115,7 +116,7 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        Control tokens that messages or tools spell become plain text. `template_kwargs` are other names for the
+        Control tokens that messages or tools spell become plain text. `template_kwargs` are further variables for the
         template.
 
         Raises:
@@ -139,8 +140,8 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return token ids of a conversation, reusing `token_ids` up to the answer `messages[first_new - 1]`.
 
-        The tokens that the template writes after an answer follow (`ConversationTail`). If they cannot be separated,
-        the result is that of `encode_chat`. Raises as `encode_chat`.
+        To these, append the tokens that the template writes after the answer (`ConversationTail`). If these cannot be
+        separated from the rest, return the result of `encode_chat`. Raises the errors of `encode_chat`.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
@@ -156,7 +157,7 @@ class ChatTokenizer:
 
     @property
     def call_format(self) -> CallFormat | None:
-        """The format of tool calls in the chat template; None if it has none or an unknown one."""
+        """The format in which the chat template writes tool calls; None if it writes none or the format is unknown."""
         return format_of(self._template_source)
 
     def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
@@ -200,12 +201,12 @@ class ChatTokenizer:
         return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of `text` as a whole prompt, after a beginning-of-text token, if any. Raises as `encode`."""
+        """Return token ids of `text` as a raw prompt, after the beginning-of-text token, if any. Raises ModelError."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
         return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of `text` as an assistant's content. Raises ModelError if it needs a control token."""
+        """Return token ids of `text` as an assistant's content. Raises ModelError if it cannot be encoded."""
         return self._contents.encode_content(text, role="assistant")
 
     @cached_property
@@ -218,7 +219,7 @@ class ChatTokenizer:
         backend.encode_special_tokens = False
         return ContentGuard(
             backend,
-            template=self._template_source,  # without a template, only contents are encoded
+            template=self._template_source,  # empty without a template; then only `encode_content` works
             render=self._render,
             ends=self._eos_token_ids,
             unknown=tokenizer.unk_token_id,
@@ -278,8 +279,8 @@ class ChatTokenizer:
 class IncrementalDetokenizer:
     """Converter of one sample's tokens to text, token by token.
 
-    A window of tokens is decoded twice, without and with the newest; the difference is the new text. The window begins
-    one emission back, since some decoders treat the first token specially, and ends once a character is whole.
+    It decodes a window of recent tokens before and after each new token; the difference is the new text. The window
+    includes the tokens of the previous emission, since some decoders treat the first token specially.
     """
 
     __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
@@ -287,8 +288,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text was emitted
-        self._emitted = ""  # the text of those tokens
+        self._read = 0  # number of tokens in the window whose text was emitted
+        self._emitted = ""  # the text that these tokens decode to
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes; empty while a character is incomplete."""
@@ -314,7 +315,7 @@ class IncrementalDetokenizer:
 
 
 def check_chat_template(path: Path) -> None:
-    """Raise ModelError if the directory has no chat template where transformers looks, or a damaged configuration."""
+    """Raise ModelError if the directory has no chat template, or its tokenizer configuration is damaged."""
     declared = _named(path / "tokenizer_config.json", "chat_template")
     if declared is not None and not isinstance(declared, str | list | dict):
         raise ModelError(
@@ -329,7 +330,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
-    """Return a decoder by the tokenizer of `path`, loaded on first call; if that fails, it prints the ids."""
+    """Return a function that decodes ids by the tokenizer of `path`, or prints ids if it cannot be loaded."""
 
     @cache
     def decode() -> Callable[[Sequence[int]], str]:
@@ -342,7 +343,7 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
 
 
 def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
-    """Read the tokenizer of `path`, without transformers if the result is the same. Raises what transformers raises."""
+    """Read the tokenizer of `path`, without importing transformers where possible; raises transformers' errors."""
     whole = partial(_read_whole, path)
     return (read_plain(path, whole) if _is_plain(path) else None) or whole()
 
@@ -385,21 +386,21 @@ def _declared_eos(path: Path) -> set[int]:
     return set()
 
 
-#: Suffix of entries in tokenizer_config.json that templates may use, such as `bos_token`.
+#: Suffix of the entries of tokenizer_config.json that templates can read, such as `bos_token`.
 _TOKEN: Final = "_token"
 
 
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
     """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
 
-    Jinja's sandbox renders it in milliseconds, without transformers; if that fails, the tokenizer decides.
+    Plain Jinja renders the template in milliseconds. Only if this fails, the tokenizer is loaded to decide.
     """
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
 
 
 def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the template renders without transformers; after False, the tokenizer decides."""
+    """Return True if plain Jinja renders the template; after False, the caller asks the tokenizer itself."""
     from jinja2 import TemplateError
 
     try:
@@ -420,23 +421,25 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
 #
 # Importing transformers takes most of a second of CPU time; numpy and JAX engines need it only for the tokenizer.
 # `PlainTokenizer` reads tokenizer.json and the chat template. Ids, texts and renderings equal those of
-# `PreTrainedTokenizerFast`, to the character. Directories with settings that this class does not write are not
-# supported. Chats with non-text contents, and failures, are left to that class (`whole`), loaded on demand.
+# `PreTrainedTokenizerFast`, to the character. Directories with settings that `PreTrainedTokenizerFast` does not write
+# are not supported. For chats with non-text contents, and after failures, `PlainTokenizer` loads that class and calls
+# it (`whole`).
 
-#: The tokens with a name in tokenizer_config.json, in transformers' order.
+#: The entries of tokenizer_config.json that name a special token, in transformers' order.
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-#: Other entries of tokenizer_config.json, without effect on ids, texts and renderings.
+#: Entries of tokenizer_config.json that have no effect on ids, texts and renderings.
 _WITHOUT_MEANING: Final = frozenset(
     {
         "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
         "padding_side", "tokenizer_class", "truncation_side",
     }
 )  # fmt: skip
-#: Additional files in which older versions kept tokens, and a folder of templates by name.
+#: Files in which older versions of transformers kept tokens, and the folder of additional named templates. Directories
+#: with any of these are not supported.
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
-#: Names that mean something else in transformers' templates than in plain Jinja.
+#: Matches names that mean something else in transformers' templates than in plain Jinja.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
-#: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
+#: Maximum vocabulary. Larger ones may be Mistral's, whose pre-tokenizer only transformers repairs.
 _MOST_PLAIN_TOKENS: Final = 100_000
 
 
@@ -480,7 +483,7 @@ class PlainTokenizer:
     def rendered(
         self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """Render messages; `opens` adds the opening of the assistant's turn. Raises as `whole` does."""
+        """Render messages; `opens` adds the opening of the assistant's turn. Raises the errors of `whole`."""
         from jinja2 import TemplateError
 
         plain = turns and all(isinstance(turn["content"], str) for turn in turns)
@@ -494,7 +497,7 @@ class PlainTokenizer:
                     **self._named,
                 )
             except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-                pass  # `whole` fails too, with transformers' message
+                pass  # the call of `whole` below then raises transformers' error
         messages: Any = [dict(turn) for turn in turns]
         offered: Any = None if tools is None else list(tools)
         return str(self.whole.apply_chat_template(messages, tools=offered, add_generation_prompt=opens, tokenize=False))
@@ -514,7 +517,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:
-    """Return the tokenizer of the directory `path`, or None if only `read_whole` can read it or report its error."""
+    """Return the tokenizer of `path`, or None if `read_whole` must read it or report what is wrong with it."""
     from tokenizers import Tokenizer
 
     if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():
@@ -538,7 +541,7 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
 
 
 def compiled(template: str) -> Template:
-    """Compile a template as transformers does (`utils/chat_template_utils.py`), without its own extensions."""
+    """Compile a template like transformers (`utils/chat_template_utils.py`), but without transformers' extensions."""
     from jinja2 import TemplateError, ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

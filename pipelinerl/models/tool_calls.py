@@ -23,7 +23,7 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
-#: Length of a call's id in letters and digits; Mistral's templates accept no other.
+#: Length of a tool call's id; Mistral's templates accept only ids of nine letters and digits.
 _ID_LENGTH: Final = 9
 
 
@@ -44,7 +44,7 @@ class ParsedAnswer:
 
 
 def format_of(template: str) -> CallFormat | None:
-    """Return the format of tool calls in a chat template; None if it has none or an unknown one."""
+    """Return the format in which a template writes tool calls; None if it writes none or the format is unknown."""
     if "<function=" in template:
         return CallFormat.QWEN3_XML
     if "<tool_call>" in template:
@@ -91,7 +91,7 @@ def _hermes_call(text: str) -> FunctionCall | None:
 
 
 def _llama_calls(text: str) -> Iterator[FunctionCall]:
-    """Yield the calls if the whole text consists of calls; otherwise yield none."""
+    """Yield the Llama calls in a text that consists only of calls; yield none for any other text."""
     rest, calls, decoder = text.strip().removeprefix(_PYTHON_TAG).strip(), list[FunctionCall](), json.JSONDecoder()
     while rest:
         try:
@@ -121,7 +121,7 @@ def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Return the text itself if the schema requires a string or the text is no JSON; otherwise its JSON value."""
+    """Parse `text` as JSON; return it unchanged if the schema requires a string or it is not valid JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     plain = _json(value)

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from trainer_contract.types import Experts, RoutingShape
 
-#: Router classes; True if the router rounds the weights of the chosen experts to the dtype of its logits.
+#: Supported router classes. True if the router rounds the chosen experts' weights to the dtype of its logits.
 _ROUNDS: Final = {
     "MixtralTopKRouter": False,
     "OlmoeTopKRouter": True,
@@ -56,7 +56,7 @@ class TorchRouteLog:
             router.forward = self._recording(router.forward)
 
     def take(self) -> Experts:
-        """Return and clear the choices of one forward pass [tokens, layers, top_k], prompts concatenated."""
+        """Return the choices of the last forward pass, [tokens of all prompts, layers, top_k], and clear the log."""
         chosen, self._chosen = torch.stack(self._chosen, dim=1), []
         return chosen.to(torch.int32).cpu().numpy().astype(self.shape.dtype)
 
@@ -74,7 +74,7 @@ class TorchRouteLog:
 class ReplayedRouters:
     """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 
-    A recording is kept until the next `tell`, because activation checkpointing recomputes layers in backward.
+    The recording stays set until the next `tell`, because activation checkpointing runs the routers again in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,9 +96,9 @@ class ReplayedRouters:
 
 
 def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Return logits [K, E], weights [K, top_k] and `experts` i64 [K, top_k], the result of a router's forward."""
+    """Return what the router's forward returns for given `experts`: logits [K, E], weights and experts [K, top_k]."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises
+    if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts

@@ -1,11 +1,11 @@
 """`WeightReader`: the parameters of a model directory, read on demand and only in the requested rows.
 
-Checkpoints may name layers differently than the model, and store experts separately that the model has in one
-parameter. transformers' table of conversions says which stored tensors form a parameter; it is applied to names at the
-start, and to values when they are read.
+A checkpoint may use other parameter names than the model, and store separate experts that the model fuses into one
+parameter. transformers' table of conversions says which stored tensors form a parameter. `WeightReader` applies the
+table to names when it is created, and to values when it reads them.
 
-Of a parameter stored as one tensor, only the requested rows are read; of any other, all its tensors. NaN and infinity
-are rejected.
+If a parameter is stored as one tensor, only the requested rows are read; otherwise all tensors that form it. NaN and
+infinity are rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _StoredTensor(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    #: Pattern in transformers' table that selects this tensor for a conversion.
+    #: Pattern in transformers' table that selects this tensor for a conversion; None if it needs none.
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:
@@ -59,7 +59,8 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        None if the model must be loaded whole: one conversion makes several parameters, or tied ones are stored twice.
+        None if the model must be loaded whole, as one conversion yields several parameters or tied ones are stored
+        twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -90,7 +91,7 @@ class WeightReader:
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 
     def whole(self, name: str) -> Tensor:
-        """Return all of a parameter or buffer, scalars included. Raises as `rows`."""
+        """Return a whole parameter or buffer, which may be a scalar. Raises ModelError like `rows`."""
         parts = self._stored[name]
         return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
 
@@ -107,7 +108,7 @@ class WeightReader:
 def _stored_by_name(
     path: Path, model: PreTrainedModel, renamings: list[Any], converters: Mapping[str, Any]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """Return the stored tensors of each of the model's names, in the order in which transformers joins them."""
+    """Map each name in the model to its stored tensors, in the order in which transformers joins them."""
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     prefix, expected = model.base_model_prefix, model.state_dict()
@@ -127,7 +128,7 @@ def _stored_by_name(
 def _with_aliases(
     model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """Add the other names of shared parameters, which are stored under one of their names."""
+    """Add entries for all names of shared parameters, since files store these under one name only."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)

@@ -1,6 +1,7 @@
-"""RLAX Eq. 3 as five slots: pure functions on arrays of any library; needs only numpy.
+"""The policy objective, Eq. 3 of the RLAX paper, as five exchangeable terms (slots) on arrays of any library.
 
-`policy_loss` takes arrays, `rollouts_loss` takes rollouts; `resolve` and `PRESETS` give the algorithms.
+`policy_loss` computes a loss from arrays, `rollouts_loss` from rollouts. `resolve` and `PRESETS` provide the named
+algorithms. The package needs only numpy.
 """
 
 from pipelinerl.objective.catalogue import PRESETS

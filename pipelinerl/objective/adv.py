@@ -1,9 +1,11 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
 Advantages that depend only on rewards are computed before packing, the others after the forward passes that they need.
-Rollouts without a judgement are excluded from baselines and normalisation; their tokens have advantage 0.
+A rollout is judged if its verifier reached a verdict. The others are excluded from baselines and normalisation; their
+tokens have advantage 0.
 
-In shapes, B is the number of rollouts of the batch, N = Σ lengths their sampled tokens (concatenated), M their turns.
+In shapes, B is the number of rollouts in the batch, N the number of their sampled tokens, which are concatenated, and M
+the number of their turns.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Advantage(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns that the estimator reads, such as `values`, from forward passes."""
+        """Optional columns, computed by forward passes, that the estimator reads, such as `values`."""
         ...
 
     @property
@@ -36,7 +38,7 @@ class Advantage(Protocol):
         ...
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token; `columns` has each of `needs`, [N]."""
+        """Return the advantage [N] of each sampled token; `columns` holds the columns named in `needs`, [N] each."""
         ...
 
 
@@ -74,11 +76,11 @@ class Credit(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """(R_i − baseline) / scale, each over the rollout's group. GRPO uses mean and std; Dr. GRPO uses the mean alone.
+    """(R_i − baseline) / scale, both computed over the rollout's group. GRPO uses mean and std, Dr. GRPO only the mean.
 
-    With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) replaces R_i, and the same turn of the
-    group's rollouts replaces the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. With a mean as baseline, a
-    turn that only one rollout of the group has reached has advantage 0.
+    With `credit` turns, each turn k of rollout i has its own advantage: A_{i,k} = (G_{i,k} − baseline_{g,k}) /
+    scale_{g,k}. G_{i,k} is the turn's reward-to-go (`Turns.rewards_to_go`); baseline and scale are computed over turn k
+    of all rollouts in the group. With a mean as baseline, a turn that only one rollout has reached has advantage 0.
     """
 
     baseline: Baseline = Baseline.MEAN
@@ -124,7 +126,7 @@ class GroupRelative:
         if self.baseline is Baseline.NONE:
             difference = known
         elif self.baseline is Baseline.LEAVE_ONE_OUT:
-            # R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is already 0.
+            # Leave-one-out: R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is already 0.
             difference = difference * (count / np.maximum(count - 1.0, 1.0))[index]
         if self.scale is Scale.STD:
             difference = difference / (deviation[index] + self.epsilon)
@@ -148,8 +150,8 @@ class Metric(StrEnum):
 class GroupFiltered:
     """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
 
-    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, the `keep` judged rollouts of the group that
-    `metric` ranks first. Ties go to the earlier rollout. A group with fewer judged rollouts keeps all of them.
+    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, where S are the `keep` judged rollouts of the
+    group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
 
     keep: int = 8
@@ -188,8 +190,8 @@ class Decoupled:
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised separately.
 
     A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
-    w_n is the part's weight in the reward; a rollout without the part is excluded from its mean. With a single part,
-    this is GRPO's advantage, normalised over the batch.
+    r_{i,n} is part n of rollout i's reward, and w_n its weight in the reward. A rollout that lacks a part is excluded
+    from this part's mean and deviation. With a single part, the result is GRPO's advantage, normalised over the batch.
     """
 
     epsilon: float = 1e-6
@@ -220,7 +222,7 @@ class Decoupled:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One value for all tokens, whatever the reward: 1 imitates; with 0 only the regularizer trains (distillation)."""
+    """The same advantage for every token: 1 imitates; 0 leaves only the regularizer's gradient (distillation)."""
 
     value: float = 1.0
 
@@ -250,11 +252,12 @@ class Whitening(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardToGo:
-    """The plain return: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token minus the KL cost.
+    """The discounted return Σ_{t' ≥ t} discount^{t'−t} r_{t'}; r_t is 0 except R_i at the last token, minus a KL cost.
 
-    With `credit` turns, r is each turn's reward at the turn's last token; the last turn also gets the part of R_i that
-    is no turn's reward. With `kl` β > 0 each token costs β·(log π_old − log π_ref), the K1 penalty of Ziegler et al.
-    2019; with whitening, this is REINFORCE++ (Hu 2025, Eq. 8). Truncated rollouts are treated like finished ones.
+    With `credit` turns, each turn's reward is at the turn's last token, and the remainder R_i − Σ (rewards of turns) at
+    the rollout's last token. `kl` is β: each token costs β·(log π_old − log π_ref), the K1 penalty of Ziegler et al.
+    2019. With this cost and whitening, the estimator is REINFORCE++ (Hu 2025, Eq. 8). Truncated rollouts are treated
+    like finished ones.
     """
 
     discount: float = 1.0
@@ -265,7 +268,7 @@ class RewardToGo:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        """The columns `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
         return _KL_COLUMNS if self.kl else frozenset()
 
     @property
@@ -287,7 +290,7 @@ class GAE:
     """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
 
     δ_t = r_t + discount·V_{t+1} − V_t, with V = 0 after the last token and r as in `RewardToGo`. `values[t]` is the
-    value of the state in which token t was sampled. Whitening follows PPO's implementations (Huang et al. 2022, detail
+    value of the state in which token t was sampled. Whitening follows implementations of PPO (Huang et al. 2022, detail
     7).
     """
 
@@ -300,7 +303,7 @@ class GAE:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`values`; also `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        """The column `values` and, unless `kl` is 0, `old_logprobs` and `ref_logprobs`."""
         return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
 
     @property
@@ -317,7 +320,7 @@ class GAE:
         return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the critic's targets [N], TD(λ) returns: unwhitened advantage + value; 0 without a judgement."""
+        """Return the critic's targets [N], the TD(λ) returns: unwhitened advantage + value; 0 in unjudged rollouts."""
         values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(scored, columns) + values * scored.judged
 
@@ -334,9 +337,9 @@ class GAE:
 class RoleBaseline:
     """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): a role's reward minus a running mean of its earlier rewards.
 
-    A_{i,p} = R_{i,p} − b_p for all tokens of role p in rollout i, then b_p ← decay·b_p + (1 − decay)·R_{i,p}, rollout
-    by rollout and across steps, from b_p = 0. A role is an agent of a domain. R_{i,p} is the sum of the role's turn
-    rewards; the role of the last turn also gets the part of R_i that is no turn's reward.
+    All tokens of role p in rollout i have A_{i,p} = R_{i,p} − b_p. Then b_p ← decay·b_p + (1 − decay)·R_{i,p}, rollout
+    by rollout and across steps; b_p starts at 0. A role is one agent of one domain. R_{i,p} is the sum of the rewards
+    of the role's turns; the role of the last turn also gets the remainder R_i − Σ (rewards of turns).
     """
 
     decay: float = 0.95
@@ -358,7 +361,7 @@ class RoleBaseline:
         return self._compared(scored)[0]
 
     def baselines(self, scored: Scored) -> dict[str, float]:
-        """Return the baselines after a step with these rollouts, by role."""
+        """Return each role's baseline after a step with these rollouts."""
         return self._compared(scored)[1]
 
     def _compared(self, scored: Scored) -> tuple[Floats, dict[str, float]]:
@@ -384,10 +387,10 @@ class RoleBaseline:
 @final
 @dataclass(frozen=True, slots=True)
 class CovarianceClipped:
-    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for some of the tokens that lower the entropy most.
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): tokens drawn from those that lower entropy most get no gradient.
 
-    The advantage is that of `GroupRelative`, set to 0 for share·N tokens (at least one), drawn from those whose
-    `covariances` lie between `low` and `high`. The same batch always gives the same draw.
+    The advantage is that of `GroupRelative`, but 0 for share·N randomly drawn tokens (at least one) among those whose
+    `covariances` lie between `low` and `high`. The draw depends only on the batch.
     """
 
     share: float = 2e-4
@@ -397,7 +400,7 @@ class CovarianceClipped:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`old_logprobs`."""
+        """The column `old_logprobs`."""
         return frozenset({"old_logprobs"})
 
     @property
@@ -423,7 +426,7 @@ COVARIANCE: Final = "cov_t = (A_t − mean A)·(log π_old − mean log π_old)"
 
 
 def covariances(advantages: Floats, logprobs: Floats, judged: Bools) -> Floats:
-    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N] over the judged tokens, 0 elsewhere (Cui et al. 2025)."""
+    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N] for judged tokens, and 0 for others (Cui et al. 2025)."""
     if not judged.any():
         return np.zeros_like(advantages)
     centred = (column - column[judged].mean() for column in (advantages, logprobs))
@@ -456,15 +459,15 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
 
 
 def ends_of(lengths: Ints) -> Ints:
-    """Return the positions within [N] of the last sampled token of each rollout that has any."""
+    """Return the index, among all N sampled tokens, of each rollout's last one; rollouts without any are omitted."""
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 
 def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], credit: Credit) -> Floats:
     """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token.
 
-    With credit by turns, the reward of a turn is at the turn's last sampled token, or at the last one before if there
-    is none in the turn. The part of the rollout's reward that is no turn's is at the rollout's last token.
+    With credit by turns, a turn's reward is at the turn's last sampled token; a turn without sampled tokens uses the
+    last one before it. The rollout's reward minus the rewards of its turns is at the rollout's last token.
     """
     lengths, turns = scored.lengths, scored.turns
     earned, known = np.zeros(scored.num_tokens), scored.known

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class Length(StrEnum):
-    """A length that is a setting of the run instead of a number."""
+    """A length that the recipe gives as the name of another setting instead of a number."""
 
     MAX_TOKENS = "max_tokens"
     """L_max: the maximum number of tokens in an answer, `sampling.max_tokens`."""
@@ -67,7 +67,7 @@ class Trajectory:
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
-    """1 / (Q·Σ_group |o|): equal weight for groups, and for tokens within a group. RLAX's reading of DAPO."""
+    """1 / (Q·Σ_group |o|): equal weight for groups, and for tokens within a group. DAPO, as RLAX interprets it."""
 
     @property
     def formula(self) -> str:
@@ -100,9 +100,9 @@ class Batch:
 @final
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """1 / (B·length): equal weight for all tokens, independent of the rollout's length.
+    """1 / (B·length), where `length` is a constant: equal weight for all tokens.
 
-    `length` 1 is PipelineRL's normalisation (by the number of sequences); `length` = L_max is Dr. GRPO's.
+    `length` = 1 divides the loss by the number of rollouts, as in PipelineRL; Dr. GRPO uses `length` = L_max.
     """
 
     length: float | Length = 1.0
@@ -134,7 +134,7 @@ KINDS: Final[Mapping[str, type[Aggregation]]] = {
 
 
 def _totals(amounts: Floats, groups: Ints, counted: Bools) -> tuple[int, Floats]:
-    """Return the number of groups with a counted rollout, and each rollout's sum of `amounts` over its group, [B]."""
+    """Return the number of groups with a counted rollout, and the sum of `amounts` over each rollout's group, [B]."""
     _, index = np.unique(groups, return_inverse=True)
     sums = np.bincount(index, weights=amounts, minlength=1).astype(np.float64)
     return len(np.unique(index[counted])), sums[index]

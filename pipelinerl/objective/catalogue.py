@@ -1,7 +1,7 @@
 """The named algorithms: each entry gives the five slots, and the paper and equation they come from.
 
-Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so, as it does if a preset
-needs an extra forward pass. RLAX's sections and equations are numbered as in its English text.
+Where a paper and RLAX's appendix A differ, the entry follows the paper, and its note says so. The note also says if an
+algorithm needs an extra forward pass. RLAX's sections and equations are numbered as in its English text.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from pipelinerl.objective.tokens import Policy
 class Preset:
     """A named algorithm.
 
-    `source` is the paper and equation, `note` is for readers of the paper, and `no_signal` the default treatment of
-    groups with equal rewards.
+    `source` is the paper and equation. `note` tells readers of the paper about differences. `no_signal` is the default
+    treatment of groups whose rewards are all equal.
     """
 
     objective: PolicyObjective
@@ -197,8 +197,8 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage because it
-#: needs no critic.
+#: The objectives that Yao et al. 2025 compare on PPO in their note on truncated importance sampling (TIS). They use the
+#: group-relative advantage because it needs no critic.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
@@ -224,7 +224,7 @@ _TIS: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: Algorithms published from the end of 2025 on, and DRO. Where a paper and its code differ, the note says so.
+#: The algorithms published since the end of 2025, and DRO. Where a paper and its code differ, the note says so.
 _RECENT: Final[Mapping[str, Preset]] = {
     "icepop": Preset(
         _slots(

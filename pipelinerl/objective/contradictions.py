@@ -1,4 +1,4 @@
-"""Checks for slots that never make sense, make none in a given run, or are rarely intended; one sentence each."""
+"""Checks of an objective's slots: contradictions, slots without effect in a given run, and doubtful choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipelinerl.objective.tokens import Policy
 
 
 def contradictions(objective: PolicyObjective) -> Iterator[str]:
-    """Yield a sentence for each contradiction; it begins with the slot."""
+    """Yield a sentence for each combination of slots that makes no sense; the sentence begins with the slot's name."""
     yield from _of_ratios(objective)
     yield from _of_numbers(objective)
     grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
@@ -40,7 +40,8 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
         if grad2.estimator is Estimator.K3_WEIGHTED and grad2.over is Policy.CURRENT:
             yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
     if grad1.level is Level.SEQUENCE:
-        by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)  # LUSPO
+        # LUSPO is the exception: it multiplies a ratio of sequences by the length.
+        by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)
         if not (by_length or isinstance(objective.agg, Trajectory)):
             yield (
                 "agg must be trajectory with a ratio of whole sequences (grad1): each token carries the value of its "
@@ -110,7 +111,7 @@ class Setting:
     """Settings of a run that decide whether a slot has any effect.
 
     Attributes:
-        group_sizes: rollouts per group, by the recipe's key.
+        group_sizes: the number of rollouts per group, by the name of the recipe's setting for it.
         step_begins_at: policies that equal the current policy when a step begins.
         updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """
@@ -122,12 +123,12 @@ class Setting:
 
     @property
     def always_current(self) -> frozenset[Policy]:
-        """Policies that equal the current one whenever a loss is evaluated."""
+        """Policies that equal the current policy at every evaluation of the loss, so that their ratio is always 1."""
         return self.step_begins_at if self.updates == 1 else frozenset()
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that would have no effect or miss its purpose; it begins with the slot."""
+    """Yield a sentence for each slot that cannot work as intended in this run; it begins with the slot's name."""
     for key, size in setting.group_sizes.items():
         yield from _without_effect_in_groups(objective.adv, key, size)
 
@@ -155,7 +156,7 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that is unlikely to serve its purpose; it begins with the slot."""
+    """Yield a sentence for each slot that probably does not do what was intended; it begins with the slot's name."""
     agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
     if over in setting.always_current:
         yield (

@@ -1,4 +1,4 @@
-"""Explanations of an objective: its five slots with their formulas, and the factors of given tokens in float64."""
+"""Explanations of an objective: the formulas of its five slots, and for given tokens the value of each factor (f64)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
 
 
 def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
-    """Return the kind and fields that a preset has in each slot in which `objective` differs from it."""
+    """Return, for each slot in which `objective` differs from a preset, the preset's kind and fields."""
     pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
     return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
@@ -58,14 +58,14 @@ def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
-    """One rollout with the known columns of its N sampled tokens.
+    """One rollout of a batch, with what is known about its reward and its N sampled tokens.
 
     Attributes:
-        tokens: as text, [N].
+        tokens: the text of each token, [N].
         reward, group, judged: the verdict's reward, the index of the group, and False if a verifier reached no verdict.
-        behavior_logprobs: the sampler's, [N].
-        logprobs: the current policy's, [N].
-        old_logprobs, ref_logprobs, values: [N], or None if unknown.
+        behavior_logprobs: the sampler's log-probs, [N].
+        logprobs: the current policy's log-probs, [N].
+        old_logprobs, ref_logprobs, values: log-probs of π_old and π_ref and the critic's values, [N]; None if unknown.
         turns: the turns of an episode; empty for a single turn.
         parts: the terms of the reward; empty for a single term.
     """
@@ -84,7 +84,7 @@ class ScoredRollout:
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout of tokens (text, π_θ, μ, π_ref, value), with π_old = μ."""
+    """Return a rollout with these tokens; each is (text, π_θ, μ, π_ref, value), and π_old = μ."""
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
         tokens=texts,
@@ -111,11 +111,11 @@ EXAMPLE: Final = (
 
 
 class TokenFactors(NamedTuple):
-    """The factors of one token.
+    """The factors of one token's term in Eq. 3.
 
     Attributes:
         rollout, position, token: the token's rollout, its index among the sampled tokens, and its text.
-        agg, is_weight, adv: the values of those slots.
+        agg, is_weight, adv: the token's aggregation weight, importance weight and advantage.
         kept: False if clipping removes its gradient from grad1.
         truncated: True if the importance weight was truncated.
         multiplier: the full derivative dJ / d log π_θ(token), including the path through the rollout's other tokens if

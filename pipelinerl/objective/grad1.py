@@ -16,7 +16,7 @@ from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class Level(StrEnum):
-    """The unit, a token or a rollout, that has its own value."""
+    """The unit for which a policy term has one value: a token, or a whole rollout (sequence)."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -38,7 +38,7 @@ class PolicyTerm(Protocol):
 
     @property
     def level(self) -> Level:
-        """The unit, a token or a rollout, that has its own value."""
+        """The unit for which the term has one value: a token, or a whole rollout (sequence)."""
         ...
 
     def value(self, tokens: Tokens) -> Array:
@@ -71,7 +71,7 @@ class LogProb:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own value."""
+        """`Level.TOKEN`, because each token has its own value."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -90,14 +90,14 @@ class LogProb:
 @final
 @dataclass(frozen=True, slots=True)
 class ClippedRatio:
-    """M·r with r = π_θ/π_over: PPO's clipped surrogate as a gradient mask (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
+    """M·r with r = π_θ/π_over, PPO's clipping written as a gradient mask M (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
 
     M is 0 if A > 0 and r > 1 + epsilon_high, or if A < 0 and r < 1 − epsilon_low; else 1. The gradient is exactly that
-    of PPO's min (Schulman et al. 2017, Eq. 7). `over` is the policy at the start of the step: `old` costs a forward
-    pass, `behavior` uses the sampler's log-probs. An infinite epsilon disables clipping on its side.
+    of PPO's min (Schulman et al. 2017, Eq. 7). `over` is the policy in the denominator: `old` costs a forward pass,
+    `behavior` uses the sampler's log-probs. An infinite `epsilon_low` or `epsilon_high` disables clipping on that side.
 
-    With a finite `max_drift` M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds it: DeepSeek-V3.2's
-    off-policy sequence mask (2025, §3.1).
+    If `max_drift` is finite, M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds `max_drift`. This
+    is the off-policy sequence mask of DeepSeek-V3.2 (2025, §3.1).
     """
 
     epsilon_low: float = 0.2
@@ -120,7 +120,7 @@ class ClippedRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -147,10 +147,10 @@ class ClippedRatio:
 @final
 @dataclass(frozen=True, slots=True)
 class DivergenceRatio:
-    """DPPO-TV (Qi et al. 2026): M·r like PPO, but M bounds the change of the token's probability, not its ratio.
+    """DPPO-TV (Qi et al. 2026): M·r as in PPO, but M bounds the change of a token's probability, not the ratio r.
 
-    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low. The difference is the total
-    variation of the two-valued distribution "this token or another", in the direction of the advantage.
+    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low. |π_θ − π_over| is the total
+    variation distance between the two policies if all other tokens are merged into one outcome.
     """
 
     delta_low: float = 0.15
@@ -171,7 +171,7 @@ class DivergenceRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -196,7 +196,8 @@ class DivergenceRatio:
 class QuadraticRatio:
     """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), a quadratic penalty instead of a clip.
 
-    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, reversed beyond.
+    The derivative with respect to r is 1 − sgn(A)·(r − 1)/epsilon. It is 0 at PPO's clipping bound on the side to which
+    the advantage pushes r, and changes sign beyond that bound.
     """
 
     epsilon: float = 0.2
@@ -214,7 +215,7 @@ class QuadraticRatio:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -238,9 +239,9 @@ class QuadraticRatio:
 @final
 @dataclass(frozen=True, slots=True)
 class SoftGate:
-    """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades on both sides instead of being cut.
+    """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades out on both sides of r = 1.
 
-    τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the slope in r is 1, as without a gate.
+    τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the derivative in r is 1, as for the plain ratio.
     """
 
     positive: float = 1.0
@@ -260,7 +261,7 @@ class SoftGate:
 
     @property
     def level(self) -> Level:
-        """Token: each token has its own ratio."""
+        """`Level.TOKEN`, because each token has its own ratio."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -278,7 +279,7 @@ class SoftGate:
         return ~tokens.inside & tokens.inside
 
     def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
-        """Return r, τ and σ(τ·(r − 1)); log r is bounded, far beyond the point where the gate is flat."""
+        """Return r, τ and σ(τ·(r − 1)); log r is clipped at `_FLAT`, where the sigmoid has long been constant."""
         xp = tokens.xp
         ratio = tokens.exp(xp.clip(tokens.log_ratio(Policy.CURRENT, self.over), None, _FLAT))
         tau = xp.where(tokens.advantages > 0, self.positive, xp.full_like(ratio, self.negative))
@@ -290,7 +291,7 @@ class SoftGate:
 class SequenceRatio:
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
 
-    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask, for s.
+    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask for s.
     """
 
     epsilon_low: float = 3e-4
@@ -310,7 +311,7 @@ class SequenceRatio:
 
     @property
     def level(self) -> Level:
-        """Sequence: all tokens of a rollout share one ratio."""
+        """`Level.SEQUENCE`, because all tokens of a rollout share one ratio."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
@@ -335,8 +336,8 @@ class SequenceRatio:
 class GeometricRatio:
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
-    The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, bounded above by epsilon_high where A > 0 and below by
-    −epsilon_low where A < 0 (bounds of log r, not r). Tokens have gradient value/|o_i|, or 0 if clipped.
+    The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, clipped to at most epsilon_high where A > 0 and to at least
+    −epsilon_low where A < 0 (bounds of log r, not of r). A token's gradient is value/|o_i|, or 0 if it is clipped.
     """
 
     epsilon_low: float = 0.4
@@ -357,7 +358,7 @@ class GeometricRatio:
 
     @property
     def level(self) -> Level:
-        """Sequence: all tokens of a rollout share one value."""
+        """`Level.SEQUENCE`, because all tokens of a rollout share one value."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
@@ -391,20 +392,20 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 }
 
 
-#: Kinds that contain the ratio of the current policy to `over`.
+#: Kinds of policy terms that contain the ratio of the current policy to the policy `over`.
 OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
-#: Bound of log r in SAPO's gate, which has no slope beyond it for any temperature above 1e-6.
+#: Upper bound of log r in SAPO's gate. For any temperature τ above 1e-6, the gate's derivative beyond it is 0.
 _FLAT: Final = 20.0
 
-#: Bound of log-ratios, which makes their excess finite; any finite clip range lies within it.
+#: Bound of |log-ratio| that keeps differences finite; it is larger than any finite clip range.
 _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
     """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
 
-    Ratios overflow, so logs are compared. M is a number because booleans are many times slower on CPUs.
+    It compares log-ratios, because ratios can overflow. M is float, since booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

@@ -44,7 +44,7 @@ class DistributionTerm(Protocol):
 
     @property
     def measure(self) -> HeadMeasure:
-        """The measure, which `needs` contains."""
+        """The measure that this term reads; it is also in `needs`."""
         ...
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -79,8 +79,9 @@ class NoRegularizer:
 class Estimator(StrEnum):
     """Estimator of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
-    On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient, and that of K3 estimates the gradient of
-    the reversed KL. That of K1 is 0 in expectation, so K1 is for rewards (`adv.kl`) or importance weights.
+    For on-policy tokens, the gradient of K2 is an unbiased estimate of the KL's gradient, and the gradient of K3
+    estimates the gradient of the reversed KL. The gradient of K1 is 0 in expectation, so use K1 only in rewards
+    (`adv.kl`) or together with importance weights.
     """
 
     K1 = "k1"
@@ -96,10 +97,10 @@ class Estimator(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """−beta·KL(π_θ ‖ π_to), by default to the reference. With beta = 0 no reference log-probs are needed.
+    """−beta·KL(π_θ ‖ π_to); by default π_to is the reference. With beta = 0 no reference log-probs are needed.
 
-    `over` is the denominator of `k3_weighted`, the policy that sampled. An optional column `kl_coefficients` [T]
-    multiplies beta; see `kl_control.as_column`.
+    `over` is the policy in the denominator of `k3_weighted`; it must be the one that sampled the tokens. An optional
+    column `kl_coefficients` [T] multiplies beta; see `kl_control.as_column`.
     """
 
     beta: float = 0.04
@@ -159,8 +160,9 @@ class KLPenalty:
 class CovariancePenalty:
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617): −beta·|log π_θ − log π_old| for tokens of high covariance.
 
-    The share·N tokens (at least one) of the whole batch with the highest `adv.covariances` when the step begins are
-    penalised. The column `kl_coefficients` is 1 for them and 0 for the others. The slope is 0 where π_θ = π_old.
+    When a step begins, the share·N tokens (at least one) with the highest `adv.covariances` in the whole batch are
+    chosen. The column `kl_coefficients` is 1 for the chosen tokens, which are penalised, and 0 for all others. The
+    gradient is 0 where π_θ = π_old.
     """
 
     beta: float = 1.0
@@ -195,14 +197,14 @@ class CovariancePenalty:
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-#: Name of the column that marks the tokens penalised by `CovariancePenalty`.
+#: Name of the column in which `CovariancePenalty` marks the tokens to penalise.
 CHOSEN: Final = "kl_coefficients"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
-    """beta·H(π_θ), estimated from the sampled tokens as K2 estimates a KL: the value is −beta·(log π_θ)²/2.
+    """beta·H(π_θ), estimated from the sampled tokens only: the value is −beta·(log π_θ)²/2, analogous to K2 for a KL.
 
     Its derivative is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H. The estimate is unbiased for on-policy
     tokens or with importance weights. The more obvious value −log π_θ has an expected gradient of 0.
@@ -296,7 +298,7 @@ class LogBarrier:
         return self.beta * tokens.column(self.measure)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return 0, [T]: the sampled token's log-prob enters only through the mean over the vocabulary."""
+        """Return 0, [T]: the term reads the mean over the vocabulary, not the sampled token's own log-prob."""
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:

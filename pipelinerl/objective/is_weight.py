@@ -70,11 +70,12 @@ class Outside(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class TokenRatio:
-    """π_numerator / π_denominator for each token, kept within [low, high].
+    """π_numerator / π_denominator for each token; `outside` says how a ratio outside [low, high] is treated.
 
-    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025); without a
-    bound it is their vanilla importance sampling. old/behavior corrects for the sampler's numerics in addition to PPO's
-    own ratio. low = 1 − ε with high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
+    The ratio current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025);
+    without a bound it is what they call vanilla importance sampling. The ratio old/behavior, combined with PPO's own
+    ratio, corrects the numerical difference between trainer and sampler. The bounds 1 − ε and 1 + ε give CISPO
+    (MiniMax-M1 Eq. 5).
     """
 
     low: float = 0.0
@@ -114,7 +115,7 @@ class Mean(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceWeight:
-    """One ratio for all tokens of a rollout, kept within [low, high]. The unbounded product is RLAX's r_i(θ)."""
+    """One ratio for all tokens of a rollout, kept within [low, high]. Without bounds, the product is RLAX's r_i(θ)."""
 
     mean: Mean = Mean.PRODUCT
     low: float = 0.0
@@ -148,9 +149,10 @@ class SequenceWeight:
 @final
 @dataclass(frozen=True, slots=True)
 class ToprWeight:
-    """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio within [0, negative_high] where A < 0, and 1 elsewhere.
+    """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio, at most `negative_high`, where A < 0; 1 elsewhere.
 
-    Good rollouts train as in supervised training. Bad rollouts lose their effect once the policy makes them unlikely.
+    Rollouts with positive advantage train as in supervised learning. Rollouts with negative advantage lose their effect
+    once the policy makes them unlikely.
     """
 
     negative_high: float = 1.0
@@ -184,9 +186,10 @@ class ToprWeight:
 @final
 @dataclass(frozen=True, slots=True)
 class GammaWeight:
-    """VESPO (Shen et al. 2026): W^power·e^(decay·(1 − W)) for the sequence's ratio W, which is 1 at W = 1.
+    """VESPO (Shen et al. 2026): the weight W^power·e^(decay·(1 − W)), where W is the sequence's ratio; 1 at W = 1.
 
-    It vanishes at small and large W. The defaults, by the advantage's sign, are those of the authors' `core_algos.py`.
+    The weight goes to 0 for small and large W. The parameters depend on the advantage's sign; their defaults are those
+    in the authors' `core_algos.py`.
     """
 
     positive_power: float = 2.0
@@ -230,10 +233,11 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "gamma": GammaWeight,
 }
 
-#: Bound of a sequence's log-ratio, as in VESPO's code; the weight underflows to 0 long before.
+#: Bound of a sequence's log-ratio, as in VESPO's code; beyond it the weight is 0 in floating point anyway.
 _FAR: Final = 20.0
 
-#: Kinds that divide one policy by another; the second alias has those that read whole rollouts.
+#: Kinds of weights that contain a ratio of two policies. `SequenceRatioWeight` has those whose ratio covers a whole
+#: rollout.
 Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
 SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 

@@ -1,6 +1,6 @@
 """Control of the KL coefficient: it rises while the policy's KL from the reference exceeds the target.
 
-Ziegler et al. 2019, §2.2 (ROLL's `kl_ctrl`, InstructGPT):
+The rule is that of Ziegler et al. 2019, §2.2, which InstructGPT and ROLL (`kl_ctrl`) use:
 
     e = clip(KL / target − 1, −0.2, 0.2)        β ← β·(1 + K·e)
 
@@ -26,20 +26,20 @@ _MOST: Final = 0.2
 class KLController:
     """Rule that adjusts the coefficient so that the KL approaches its target.
 
-    `target` is in nats per token. `gain` is K, which ROLL and TRL write as (rollouts of a step) / horizon.
+    `target` is in nats per token. `gain` is K; ROLL and TRL configure it as (rollouts of a step) / horizon.
     """
 
     target: float
     gain: float = 0.1
 
     def next(self, beta: float, kl: float) -> float:
-        """Return β after a step whose rollouts had this KL: the mean of K1 over their sampled tokens."""
+        """Return the next β, after a step with this `kl`: the mean of K1 over the sampled tokens of its rollouts."""
         error = min(max(kl / self.target - 1.0, -_MOST), _MOST)
         return beta * (1.0 + self.gain * error)
 
 
 def kl_coefficient(objective: PolicyObjective) -> float | None:
-    """Return β of the KL penalty to the reference, or of the KL cost in the rewards; None without either."""
+    """Return β of the KL penalty to the reference or of the KL cost in the rewards; None if there is no KL term."""
     if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
         return objective.grad2.beta
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
@@ -59,16 +59,17 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and β for the column `kl_coefficients`; β is None if no slot reads the column."""
+    """An objective with β = 1, and the actual β for the column `kl_coefficients`; None if no slot reads the column."""
 
     objective: PolicyObjective
     coefficient: float | None
 
 
 def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
-    """Split an objective into β and a form that is the same for every β, which backends compile once.
+    """Split an objective into its β and an objective that is equal for every β, so that backends compile it only once.
 
-    If β is in the rewards (as in Ziegler et al.), the advantages include it, and backends do not need it.
+    If β scales a KL cost in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not
+    need β.
     """
     beta = kl_coefficient(objective)
     if beta is None:

@@ -25,7 +25,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
-#: Columns that a caller may pass in addition to the log-probs.
+#: Names of the columns that a caller of `policy_loss` may pass as keyword arguments.
 _COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
 
 
@@ -34,8 +34,9 @@ class PolicyLoss(NamedTuple):
 
     Attributes:
         loss: −J, a scalar in the library of the log-probs, differentiable if the library differentiates.
-        gradient: d loss / d logprobs, [B, T], in closed form; excludes the path through a measure of the output layer.
-        advantages, weights: f64 [B, T], on the host; `weights` are the aggregation's.
+        gradient: d loss / d logprobs, [B, T], in closed form. It lacks the gradient through measures of the whole
+            distribution, such as the exact entropy.
+        advantages, weights: f64 [B, T], on the host; `weights` are the token weights of the slot `agg`.
     """
 
     loss: Any
@@ -65,7 +66,7 @@ def policy_loss(
         logprobs: [B, T], of the current policy; they determine the library and the dtype of the loss.
         rewards: [B].
         groups: integers [B], equal for rollouts of the same problem; by default all rollouts form one group.
-        mask: bool [B, T], tokens that the model sampled; by default all. Elsewhere columns may hold anything.
+        mask: bool [B, T], tokens that the model sampled; by default all. Outside the mask, columns may hold any value.
         judged: bool [B], False if a verifier reached no verdict; such rollouts are excluded. By default all True.
         max_tokens: L_max, for an `agg.length` that refers to it (`dr_grpo`).
         turns, parts: of the rollouts, for `adv.credit = "turns"` and `adv = "decoupled"`.
@@ -116,7 +117,7 @@ def rollouts_loss(
     *,
     max_tokens: int | None = None,
 ) -> PolicyLoss:
-    """Return the `policy_loss` of rollouts in numpy float64; arrays [B, T] are padded with 0. Raises its errors."""
+    """Return the `policy_loss` of rollouts in numpy float64, padded with 0 to [B, T]. Raises like `policy_loss`."""
     width = max((len(one.tokens) for one in rollouts), default=0)
     known = [name for name in ("logprobs", *_COLUMNS) if all(getattr(one, name, None) is not None for one in rollouts)]
 
@@ -170,7 +171,7 @@ def _detached(array: Array) -> Array:
 
 
 def _like(logprobs: Array, array: Any, *, exact: bool = False) -> Array:
-    """Convert an array to the library and device of the log-probs, and to their dtype unless `exact`."""
+    """Convert an array to the library and device of the log-probs; unless `exact`, also to their dtype."""
     xp = namespace(logprobs)
     if xp.__name__ == "torch":
         tensor = xp.as_tensor(array, device=logprobs.device)

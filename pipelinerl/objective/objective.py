@@ -2,9 +2,10 @@
 
     J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )
 
-`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`), the other slots on each
-micro-batch. A term depends on one token or one whole rollout, and micro-batches never split rollouts. So the gradient
-is invariant to packing, to the split into micro-batches, to order and to sharding.
+The sum is over the tokens t of all rollouts i; sg means stop-gradient. `agg` and `adv` are computed on the whole batch
+(columns `weights` and `advantages`), the other slots on each micro-batch. A term depends on one token or one whole
+rollout, and micro-batches never split such a rollout. The gradient therefore does not depend on packing, micro-batches,
+order or sharding.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class PolicyObjective:
 
     `evaluate` and `prediction_gradient` read the columns [T] `loss_mask`, `advantages`, `weights`, `behavior_logprobs`,
     `segment_ids`, those of `needs`, and the number `num_segments`. Outside the mask, columns may hold any value, even
-    NaN. A token with weight or advantage 0, or a clipped one, has term 0 even if its ratio overflows; any other
-    overflow makes the loss infinite, and the step is skipped.
+    NaN. The term of a token is 0 if its weight or advantage is 0 or the token is clipped, even if its ratio overflows.
+    Any other overflow makes the loss infinite, and the step is skipped.
     """
 
     agg: Aggregation
@@ -49,35 +50,35 @@ class PolicyObjective:
 
     @property
     def passes(self) -> frozenset[str]:
-        """Columns computed by forward passes before a step, for the loss or the advantages; without a `HeadMeasure`."""
+        """The optional columns that forward passes must compute before a step, for the loss or for the advantages."""
         return (self.needs | self.adv.needs) - frozenset(HeadMeasure) - {CHOSEN}
 
     @property
     def late_columns(self) -> frozenset[str]:
-        """Columns from forward passes that functions of the whole batch read: advantages, or a choice of tokens."""
+        """The columns from forward passes that are needed on the whole batch, for advantages or to choose tokens."""
         return self.adv.needs | (
             frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
         )
 
     def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return the columns [N] that select tokens of the whole batch, by name; {} for most objectives."""
+        """Return columns [N] that mark tokens chosen from the whole batch, by name; {} for most objectives."""
         if not isinstance(self.grad2, CovariancePenalty):
             return {}
         return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
 
     @property
     def zero_advantage_is_idle(self) -> bool:
-        """True if a token with zero advantage has no gradient, so that its computation can be skipped."""
+        """True if a token with advantage 0 has no gradient, so that its forward and backward can be skipped."""
         return self._is_free
 
     @property
     def reads_whole_rollouts(self) -> bool:
-        """True if a term is a function of a whole rollout, whose segments must then share a micro-batch."""
+        """True if a term depends on a whole rollout; all segments of a rollout must then be in one micro-batch."""
         drift = isinstance(self.grad1, ClippedRatio) and self.grad1.max_drift < math.inf
         return drift or self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceRatioWeight)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
-        """Return loss = −J on this micro-batch, a scalar; log-probs [T] and columns are of one array library."""
+        """Return the scalar loss −J of this micro-batch; log-probs [T] and columns must be of one array library."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
         steer, term = self._steered(tokens, outer)
@@ -106,7 +107,7 @@ class PolicyObjective:
         return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
-        """Return agg · is_weight · adv and grad1, [T] each; an infinite weight becomes 0 if another factor is 0."""
+        """Return agg · is_weight · adv and grad1, [T] each; an infinite product becomes 0 where another factor is 0."""
         if isinstance(self.is_weight, Unweighted):
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))

@@ -23,7 +23,7 @@ from pipelinerl.objective.catalogue import DEFAULT, PRESETS
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.objective import PolicyObjective
 
-#: The kinds of each slot, by name.
+#: For each slot, its kinds by name.
 SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
     "agg": agg.KINDS,
     "is_weight": is_weight.KINDS,
@@ -36,13 +36,13 @@ SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
 def resolve(
     choice: str | Mapping[str, Any], *, path: str = "objective", max_tokens: int | None = None
 ) -> PolicyObjective:
-    """Return the algorithm for a preset's name or a recipe table; the module shows an example.
+    """Return the algorithm for a preset's name or a recipe table (see the example in this module's docstring).
 
-    `max_tokens` is the run's maximum number of sampled tokens of an answer, for an `agg.length` that refers to it.
+    `max_tokens` is the maximum number of sampled tokens in an answer; `agg.length` may refer to it.
 
     Raises:
-        RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or a combination of slots that
-            makes no sense; the message begins with the path.
+        RecipeError: a preset, slot, kind or field is unknown, a value has the wrong type, or a combination of slots
+            makes no sense. The message begins with `path`.
     """
     table: Mapping[str, Any] = {"preset": choice} if isinstance(choice, str) else choice
     base = _entry(PRESETS, preset_of(table), f"{path}.preset").objective
@@ -62,7 +62,7 @@ def _with_length(objective: PolicyObjective, max_tokens: int) -> PolicyObjective
 
 
 def preset_of(choice: str | Mapping[str, Any]) -> Any:
-    """Return the preset name that a recipe's objective starts from; not validated."""
+    """Return the name of the preset on which a recipe's objective is based, without validating it."""
     return choice if isinstance(choice, str) else choice.get("preset", DEFAULT)
 
 

@@ -1,4 +1,4 @@
-"""Rewards of a step, split by turns and by parts, and the shaping of a domain's rewards.
+"""Rewards of a step, split into the rewards of turns and of parts (the terms of a sum), and their shaping.
 
 `RewardShaping` transforms verifier rewards before advantages, as in ROLL's RLVR pipeline. Its optional steps are, in
 order: overlong penalty (DAPO), normalisation, clipping, scaling.
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class TurnReward(NamedTuple):
-    """One turn for credit assignment: the number of sampled tokens, the environment's reward, and the agent."""
+    """One turn, for credit assignment: its number of sampled tokens, the environment's reward for it, and its agent."""
 
     num_tokens: int
     reward: float = 0.0
@@ -35,11 +35,11 @@ class Turns:
     """The turns of B rollouts, [M], concatenated by rollout and ordered by end time within each rollout.
 
     Attributes:
-        counts: [B], turns of each rollout.
-        lengths: [M], tokens that the model sampled in each turn.
+        counts: [B], the number of turns in each rollout.
+        lengths: [M], the number of tokens that the model sampled in each turn.
         rewards: [M], the environment's reward of each turn.
-        places: [M], a number for (agent, k) if the turn is the k-th of its agent; a group's turns with equal places are
-            compared with each other.
+        places: [M], a number that identifies (agent, k) for the k-th turn of an agent. Turns of one group are compared
+            with each other if their places are equal.
     """
 
     counts: Ints
@@ -66,7 +66,7 @@ class Turns:
         )
 
     def rewards_to_go(self, rewards: Floats) -> Floats:
-        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on, for `rewards` R [B]."""
+        """Return each turn's reward-to-go, [M]: G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, where R_i is in `rewards` [B]."""
         before = np.cumsum(self.rewards) - self.rewards
         starts = np.cumsum(self.counts) - self.counts
         has_turns = self.counts > 0
@@ -86,9 +86,9 @@ class PartReward(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The terms of the rewards of B rollouts, [B, P]: their values in `rewards`, their factors in the sum in `weights`.
+    """The P parts of the rewards of B rollouts: a reward is the sum of `weights` [B, P] times `rewards` [B, P].
 
-    A part that a rollout lacks has weight 0. A rollout without any parts has its whole reward as the only one.
+    If a rollout lacks a part, the part's weight is 0. If a rollout lacks all parts, its whole reward is its only part.
     """
 
     rewards: Floats
@@ -96,7 +96,7 @@ class Parts:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[PartReward]], rewards: Floats) -> Self:
-        """Build from the parts of each rollout; `rewards` [B] are their sums."""
+        """Build from the parts of each rollout; `rewards` [B] are the rollouts' whole rewards."""
         named = [parts or (PartReward("", reward),) for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
         names = sorted({name for parts in named for name, _, _ in parts})
         table = np.zeros((2, len(named), len(names)))
@@ -107,7 +107,7 @@ class Parts:
 
 
 class Roles(NamedTuple):
-    """The role of each turn [M], such as the domain and the agent, and each role's baseline when the step begins."""
+    """The name of each turn's role [M] (domain and agent), and each role's baseline when the step begins."""
 
     names: Sequence[str]
     baselines: Mapping[str, float]
@@ -116,15 +116,16 @@ class Roles(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The rollouts of a step as input of advantages and weights, [B] each.
+    """Facts about the B rollouts of a step from which advantages and weights are computed; arrays are [B].
 
     Attributes:
-        rewards: after shaping; any value where not `valid`.
+        rewards: shaped rewards; any value where `valid` is False.
         groups: index of each rollout's group; any integers.
-        lengths: tokens that the model sampled.
-        valid: False if the verdict is not a judgement, or there is nothing to train on.
-        turns, parts: of the rollouts and their rewards; None if each rollout is one turn, and each reward one term.
-        roles: of the turns, for baselines that last across steps; None if all turns have one role.
+        lengths: the number of tokens that the model sampled.
+        valid: False if the verifier reached no verdict, or the rollout has nothing to train on.
+        turns, parts: the turns of the rollouts and the parts of their rewards; None if each rollout is one turn, or
+            each reward one part.
+        roles: the roles of the turns, for baselines that persist across steps; None if all turns have the same role.
     """
 
     rewards: Floats
@@ -142,7 +143,7 @@ class Scored:
 
     @property
     def known(self) -> Floats:
-        """The rewards, 0 where not `valid`, [B]."""
+        """The rewards [B], with 0 where `valid` is False."""
         return np.where(self.valid, self.rewards, 0.0).astype(np.float64)
 
     @property
@@ -151,7 +152,7 @@ class Scored:
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:
-        """Return a copy with turns as rollouts: each has its reward-to-go, and same turns of a group form a group."""
+        """Return a copy in which each turn is a rollout with its reward-to-go; turns with equal places form a group."""
         pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
         return Scored(
@@ -182,11 +183,11 @@ class RewardShaping:
         overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 disables it. The penalty
             grows linearly from 0 at L_max − overlong_margin sampled tokens to 1 at L_max and beyond.
         overlong_margin: L_cache, the tokens over which the penalty grows.
-        mean, std: scopes of the mean to subtract and of the deviation to divide by (with `epsilon`; ddof 0). Group mean
-            and batch deviation form ROLL's reinforce++ baseline.
-        low, high: bounds of the result.
+        mean, std: scopes (group or batch) of the mean that is subtracted and of the deviation (ddof 0, plus `epsilon`)
+            that divides. Group mean with batch deviation is ROLL's reinforce++ baseline.
+        low, high: bounds to which the normalised reward is clipped.
         scale: factor, applied last.
-        part_weights: weights of the parts whose sum is the reward, by name, for `adv = "decoupled"`.
+        part_weights: names and weights of the parts whose sum is the reward, for `adv = "decoupled"`.
     """
 
     overlong_tokens: int = 0
@@ -206,12 +207,12 @@ class RewardShaping:
         return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
 
     def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
-        """Return the parts of the domain's reward among `named`, with their weights."""
+        """Return those rewards in `named` that are parts of the domain's reward, with their weights."""
         weights = dict(self.part_weights)
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for each setting that makes no sense; it begins with the field."""
+        """Yield a sentence for each setting that makes no sense; the sentence begins with the field's name."""
         if self.low > self.high:
             yield f"low must not exceed high, got {self.low:g} and {self.high:g}"
         if self.overlong_margin > self.overlong_tokens:
@@ -225,9 +226,9 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Return the shaped rewards [B] of one domain's rollouts; 0 where not `valid`.
+        """Return the shaped rewards [B] of one domain's rollouts; 0 where `valid` is False.
 
-        `groups` [B] has the index of each rollout's group, `lengths` [B] the sampled tokens.
+        `groups` [B] has the index of each rollout's group, `lengths` [B] its number of sampled tokens.
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:
@@ -247,7 +248,7 @@ def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """Return each rollout's mean of `amounts` over the judged rollouts of its group or batch, [B]; 0 for scope NONE."""
+    """Return for each rollout the mean of `amounts` over its group or the batch, valid rollouts only; 0 for NONE."""
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

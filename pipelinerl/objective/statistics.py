@@ -18,7 +18,7 @@ _OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values", "streams")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
-    """Return a step's tokens in the loss masks with their `logprobs` f32 [T], joined, in float64; None without any."""
+    """Return all tokens of a step inside the loss masks as one micro-batch in float64; None if there are none."""
     masks = [batch.loss_mask for batch in micro_batches]
     if not any(mask.any() for mask in masks):
         return None
@@ -41,7 +41,7 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, float]:
-    """Return metrics of a step from its trained tokens; {} without any.
+    """Return metrics of a step, computed from its trained tokens; {} if no token trained.
 
     `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current); `kl_old`
     is K3 of KL(old ‖ current), if old log-probs are available. `ess` is the effective sample size of the ratios
@@ -70,7 +70,7 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return masks [N] by name: tokens that are clipped, with truncated weight, or with weight 0; {} without any."""
+    """Return masks [N] of the tokens whose gradient is clipped, whose importance weight is truncated, or is 0."""
     if tokens is None:
         return {}
     masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)

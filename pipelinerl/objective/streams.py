@@ -1,9 +1,9 @@
-"""Streams of loss: the tokens of a batch may have different losses, and their sum is one objective.
+"""Streams: a batch whose tokens have different losses is divided into one stream per loss, and losses are summed.
 
     loss = Σ_s loss_s(tokens of stream s)
 
-Each stream has an algorithm of five slots and its own denominator, so streams do not change each other's gradients. The
-column `streams` of a micro-batch holds the stream of each token.
+Each stream has its own five slots and its own denominator, so one stream does not change the gradients of another. The
+column `streams` of a micro-batch holds the number of each token's stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_contract.types import Columns, HeadMeasure, MicroBatch
 
 
 class Loss(StrEnum):
-    """The loss of a domain's tokens."""
+    """The kind of loss that the tokens of a domain have."""
 
     RL = "rl"
     """The run's objective."""
@@ -42,7 +42,7 @@ class Loss(StrEnum):
 
 _CODES: Final = {loss: code for code, loss in enumerate(Loss)}
 
-#: Cross-entropy as five slots.
+#: Cross-entropy, written as an objective of five slots.
 CROSS_ENTROPY: Final = resolve(
     {"agg": "batch", "is_weight": "one", "adv": "constant", "grad1": "logprob", "grad2": "none"}
 )
@@ -50,7 +50,7 @@ _OWN: Final[Mapping[Loss, PolicyObjective]] = {
     Loss.CE: CROSS_ENTROPY,
     Loss.REF_KL: resolve("on_policy_distillation"),
 }
-#: The constant advantage of each stream's tokens, by code; NaN for RL, which has none.
+#: The constant advantage of the tokens in each stream, indexed by `Loss.code`; NaN for RL, whose advantages vary.
 _ADVANTAGES: Final = np.array([np.nan, 1.0, 0.0])
 
 
@@ -76,7 +76,7 @@ class StreamedObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that any of the streams reads, and `streams`."""
+        """The optional columns that at least one stream reads, and the column `streams`."""
         return frozenset({"streams"}).union(*(part.objective.needs for part in self.parts))
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
@@ -114,7 +114,7 @@ def only(batch: MicroBatch, loss: Loss) -> MicroBatch:
 
 
 class DomainLoss(NamedTuple):
-    """The loss of a domain, and a factor for the weights of its tokens."""
+    """The kind of loss of a domain, and a factor that multiplies its token weights."""
 
     loss: Loss = Loss.RL
     factor: float = 1.0
@@ -126,30 +126,30 @@ _OF_OTHERS: Final = DomainLoss()
 @final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
-    """The loss of each domain that a step may contain; empty if all domains have the run's objective."""
+    """The losses of all domains that a step may contain; empty if all have the run's objective."""
 
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
     def of(self, domain: str) -> Loss:
-        """Return the loss of a domain."""
+        """Return the kind of loss that a domain's tokens have."""
         return self.by_domain.get(domain, _OF_OTHERS).loss
 
     @property
     def others(self) -> tuple[Loss, ...]:
-        """The losses of domains other than the run's objective, in the order of their codes."""
+        """The kinds of loss that domains have other than the run's objective, in the order of their codes."""
         return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
 
     def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
-        """Return the run's objective, added to those of the other streams if there are any."""
+        """Return the sum of the run's objective `rl` and the objectives of all other streams."""
         return StreamedObjective(rl, self.others) if self.others else rl
 
     @property
     def passes(self) -> frozenset[str]:
-        """The columns computed by forward passes that the other streams read."""
+        """The columns from forward passes that streams other than the run's objective read."""
         return frozenset().union(*(_OWN[loss].passes for loss in self.others))
 
     def codes(self, domains: Sequence[str]) -> NDArray[np.int32] | None:
-        """Return the stream of each domain in `domains`; None if all have the run's objective."""
+        """Return the number of the stream of each domain in `domains`; None if all have the run's objective."""
         return np.array([self.of(domain).code for domain in domains], np.int32) if self.others else None
 
     def factors(self, domains: Sequence[str]) -> NDArray[np.float64]:
@@ -161,7 +161,8 @@ class DomainLosses:
     ) -> NDArray[np.float64]:
         """Return the weight [B] of each rollout's sampled tokens; each stream is divided by its own total.
 
-        `agg` is the run's aggregation, `domains` [B] the domains; other arguments are those of `agg.token_weights`.
+        `agg` is the aggregation of the run's objective, and `domains` [B] has each rollout's domain; the other
+        arguments are those of `agg.token_weights`.
         """
         codes = self.codes(domains)
         if codes is None:
@@ -174,10 +175,10 @@ class DomainLosses:
         return np.sum(weights, axis=0) * self.factors(domains)
 
 
-#: No domain has its own loss: all have the run's objective.
+#: The losses of a run in which all domains have the run's objective.
 ONE_LOSS: Final = DomainLosses()
 
 
 def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return advantages [N], with a stream's constant for its tokens if it has one; `codes` [N] are the streams."""
+    """Replace advantages [N] by the constant of the token's stream, except in stream RL; `codes` [N] are streams."""
     return np.where(codes == Loss.RL.code, advantages, _ADVANTAGES[codes])

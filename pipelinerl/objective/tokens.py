@@ -1,7 +1,7 @@
 """`Tokens`: the columns that an objective's slots read, in one array library, set to 0 outside the loss mask.
 
-The columns may hold NaN or infinity there, so slots need no code for padding or prompts. A column is masked only when a
-slot reads it; a missing one raises `ColumnError`.
+Outside the mask, the original columns may hold NaN or infinity; slots never see these values. A column is masked only
+when a slot reads it. A missing column raises `ColumnError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer_contract.types import Columns, HeadMeasure
 
 
 class Policy(StrEnum):
-    """The policy that log-probs belong to."""
+    """One of the policies whose log-probs an objective can use."""
 
     CURRENT = "current"
     OLD = "old"
@@ -70,7 +70,7 @@ def column_of(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def columns_of(*policies: Policy) -> frozenset[str]:
-    """Return the optional columns with log-probs of `policies`; the sampler's are not optional."""
+    """Return the optional columns with log-probs of `policies`; behavior log-probs are never optional."""
     return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
 
 
@@ -82,10 +82,11 @@ class Tokens:
     Attributes:
         xp: the array library.
         inside: bool, the loss mask.
-        current: log-probs, differentiable if the library differentiates; any value outside the mask.
-        columns: named as the fields of `MicroBatch`.
-        live: bool, False where a term's factor is 0; exponents are set to 0 there to avoid overflow. None: True
-            everywhere.
+        current: the current policy's log-probs, differentiable if the library differentiates; any value outside the
+            mask.
+        columns: arrays by the names of the fields of `MicroBatch`.
+        live: bool, False where the factor of a term is 0. Exponents are set to 0 at these tokens, to avoid overflow.
+            None means True everywhere.
     """
 
     xp: ModuleType
@@ -120,7 +121,7 @@ class Tokens:
 
     @property
     def mask(self) -> Array:
-        """1 in the loss mask, 0 elsewhere, in the dtype of the log-probs."""
+        """The loss mask as numbers 1 and 0, in the dtype of the log-probs."""
         return self.blanked(self.xp.ones_like(self.current))
 
     def blanked(self, column: Array) -> Array:

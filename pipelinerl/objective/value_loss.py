@@ -2,8 +2,8 @@
 
     L = Σ_t w_t · ½·max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
 
-As in PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). Because of the maximum, a
-value that has moved by more than ε towards its return gets no gradient until the next step.
+This is the loss of PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). Because of
+the maximum, a value that has already moved by more than ε towards its return gets no gradient for the rest of the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ValueLoss:
         return (0.5 * _inside(column_of(columns, "weights"), columns) * square).sum()
 
     def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
-        """Return d loss / d values, [T]: w·(V − R), or 0 where the clipped error, constant in V, is the maximum."""
+        """Return d loss / d values, [T]: w·(V − R), or 0 where the clipped error is the maximum (constant in V)."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))
@@ -67,8 +67,8 @@ def _inside(column: Array, columns: Columns) -> Array:
 def value_statistics(micro_batches: Sequence[MicroBatch], values: Sequence[Float32]) -> dict[str, float]:
     """Return metrics of a critic's step from the values used in its loss; {} if no token trained.
 
-    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that predicts only the mean or for
-    returns that do not vary, below 0 for a harmful one.
+    `value_explained` is 1 − Var(R − V)/Var(R). It is 1 for a perfect critic, and 0 for a critic that predicts only the
+    mean or if returns do not vary. Below 0, the critic is worse than predicting the mean.
     """
     parts: Mapping[str, list[np.ndarray]] = {"values": [], "returns": []}
     for batch, predicted in zip(micro_batches, values, strict=True):

@@ -1,1 +1,1 @@
-"""The loop around a trainer: admits rollouts, packs them, steps, publishes, checkpoints, each once."""
+"""The loop around a trainer: it admits and packs rollouts, takes steps, publishes weights and writes checkpoints."""

@@ -1,8 +1,9 @@
 """Check that an engine computes what the trainer computes with the weights that were published to it.
 
-The engine answers a canary prompt. The trainer, whose weights do not change during the check, computes log-probs of the
-engine's own tokens, and both sides' log-probs are compared; engines need not sample the same tokens. A digest only
-proves that the bytes arrived, not that they are loaded under the right names or quantised correctly.
+The engine answers a fixed prompt, the canary, and returns tokens with log-probs. The trainer computes its own log-probs
+of the same tokens; its weights do not change during the check. The two sets of log-probs are compared, so engines need
+not sample equal tokens. A digest only proves that the bytes arrived, not that they are loaded under the right names or
+quantised correctly.
 
 | waits for | unblocked by | at the latest |
 |---|---|---|
@@ -34,7 +35,7 @@ from trainer_contract.types import Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The allowed distance of an engine's log-probs from the trainer's, in nats, for the worst token and the mean."""
+    """The allowed difference of engine's and trainer's log-probs, in nats: at the worst token, and on average."""
 
     worst: float = math.inf
     mean: float = math.inf
@@ -47,9 +48,9 @@ class Tolerance:
 
 
 #: Tolerances by the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ
-#: by rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean difference: for int8 rollouts it is
-#: 0.02 on average and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights
-#: differ by nats throughout.
+#: by rounding, 1e-5 at most in our tests. For coarser weights, only the mean difference is bounded: with int8 weights,
+#: `bench tis` measured a mean of 0.02 and of 0.08 in the worst step, but single rare tokens differ by up to 7. Wrong
+#: weights differ by several nats at most tokens.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "float32": Tolerance(worst=1e-4),
     "float16": Tolerance(mean=0.05),
@@ -57,8 +58,8 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "int8": Tolerance(mean=0.3),
     "int4": Tolerance(mean=1.5),
 }
-#: For float32 weights of a mixture of experts. Each side may choose another of two nearly equal experts, which changes
-#: single tokens a lot and the mean little.
+#: Tolerance for float32 weights of a mixture of experts. Engine and trainer may choose different ones of two nearly
+#: equal experts; this changes single tokens a lot, but the mean little.
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
@@ -69,9 +70,10 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The prompt that an engine must answer, and the allowed distance of its log-probs from the trainer's.
+    """The prompt that an engine must answer, and the tolerance for its log-probs.
 
-    With `routing_replay` the trainer uses the engine's experts, so near ties between experts cause no difference.
+    With `routing_replay` the trainer uses the experts that the engine chose, so nearly equal experts cause no
+    difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -82,7 +84,7 @@ class Canary:
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
     def request(self, version: int) -> ChatCompletionRequest:
-        """Return the request: sampled at temperature 1, with the version as seed."""
+        """Return the request for an answer sampled at temperature 1, with the version as seed."""
         return ChatCompletionRequest(
             messages=list(self.messages),
             n=self.samples,
@@ -97,9 +99,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Results by URL: largest difference in nats, reason of a mismatch, or reason for having no result.
+    """Results by engine's URL: the largest difference in nats, or why it mismatched, or why the check failed.
 
-    Retries are useless for engines in `permanent`.
+    For failed engines in `permanent`, a retry would fail again.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class CanaryEngines(Protocol):
     """The part of `EngineClient` that a canary check needs."""
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return one whole completion."""
+        """Send a chat request to an engine, and return the complete answer."""
         ...
 
     async def models(self, url: str) -> ModelList:
@@ -121,20 +123,20 @@ class CanaryEngines(Protocol):
 
 
 class CanaryChecker(Protocol):
-    """A check of the weights that were published to engines."""
+    """Interface of a check that engines serve the weights that were published to them."""
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Check each engine; `forward` computes with exactly the published weights."""
+        """Check each engine; `forward` must compute with exactly the weights that were published."""
         ...
 
 
 class _Mismatched(Exception):
-    """The engine's answer is wrong; the message says why."""
+    """Raised if an engine's answer does not match the published weights; the message says why."""
 
 
 @final
 class LogprobCanaryChecker:
-    """`CanaryChecker` that compares log-probs."""
+    """The `CanaryChecker` that compares log-probs, as this module describes."""
 
     def __init__(self, canary: Canary, engines: CanaryEngines) -> None:
         self._canary = canary
@@ -198,7 +200,7 @@ class LogprobCanaryChecker:
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
-    """Return a canary's answer as a micro-batch with the engine's log-probs. Raises `_Mismatched` if it is invalid."""
+    """Convert a canary's answer, with the engine's log-probs, to a micro-batch. Raises `_Mismatched` if invalid."""
     if not completion.choices:
         raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
     return alone([_rollout(completion, choice, version) for choice in completion.choices])

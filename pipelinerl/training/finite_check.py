@@ -1,7 +1,8 @@
 """Detection of NaN and infinity before they reach a weight, and of their cause.
 
-A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. Columns are checked
-first, then each term of the objective on the step's log-probs. If all are finite, the cause is the model.
+A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. To find the cause,
+columns are checked first, then each term of the objective with the step's log-probs. If all these are finite, the cause
+is the model.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
 
-#: In order of computation: the first column that is not finite is the cause of the others.
+#: The checked columns, in order of computation; the first one that is not finite is the cause.
 _COLUMNS: Final = (
     "behavior_logprobs", "weights", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"
 )  # fmt: skip
 
 
 class NonFiniteStep(PipelineError):
-    """A step must be skipped: `what`, a column, term or quantity of the orders `groups`, is NaN or infinite."""
+    """A step must be skipped, because `what` (a column, term or metric) is NaN or infinite in the orders `groups`."""
 
     def __init__(self, what: str, groups: list[int]) -> None:
         super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")
@@ -38,7 +39,7 @@ class NonFiniteStep(PipelineError):
 
 @contextmanager
 def naming(what: str, groups: list[int]) -> Iterator[None]:
-    """Turn a trainer's `NonFiniteError` into a `NonFiniteStep` that names `what` and the orders `groups`."""
+    """Convert a `NonFiniteError` that the block raises to a `NonFiniteStep` with `what` and the orders `groups`."""
     try:
         yield
     except NonFiniteError as error:
@@ -56,7 +57,7 @@ def check_rewards(batch: TrainBatch) -> None:
 
 
 def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
-    """Raise NonFiniteStep for the first column that is not finite on some token of the loss mask."""
+    """Raise NonFiniteStep for the first column with NaN or infinity at a token in the loss mask."""
     for name in _COLUMNS:
         groups: set[int] = set()
         for number, micro_batch in enumerate(completed):
@@ -70,7 +71,7 @@ def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
 def check_predictions(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, predictions: Float32, *, what: str
 ) -> None:
-    """Raise NonFiniteStep if predictions are not finite, even though the loss on them is."""
+    """Raise NonFiniteStep if a prediction is not finite, which a finite loss may hide."""
     if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(predictions)):
         raise NonFiniteStep(what, sorted(groups))
 
@@ -78,9 +79,9 @@ def check_predictions(
 def check_terms(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
 ) -> None:
-    """Raise NonFiniteStep for the first slot of the objective that is not finite on these log-probs, in fp32.
+    """Raise NonFiniteStep for the first slot whose value is not finite at these log-probs, computed in fp32.
 
-    Terms of whole distributions are not checked, because only the trainer had those distributions.
+    Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """
     measured = isinstance(objective.grad2, DistributionTerm)
     names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")

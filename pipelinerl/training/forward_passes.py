@@ -5,7 +5,8 @@
     ref_logprobs   the reference: a worker with the run's initial weights, which never steps; or a domain's teacher
     values         the critic, before it learns from this step
 
-Routing is replayed only in the policy's passes; reference and critic are other models.
+The recorded experts of a mixture of experts are replayed only in the policy's passes; reference and critic are other
+models, which choose their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
-#: Function that computes a column of all micro-batches of a step.
+#: Function that computes one column, for each micro-batch of a step.
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
@@ -49,10 +50,10 @@ class Teacher(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """The workers that compute each column. Reading a recipe rejects passes without a worker.
+    """The workers that compute the columns; a recipe that needs a column without a worker is rejected earlier.
 
-    `teachers` are those of domains that are distilled from another model than the reference. `history` is set if
-    `old_logprobs` are those at the sampling weights.
+    `teachers` maps domains to their teachers if these are other models than the reference. `history` has the weights
+    that sampled, if `old_logprobs` are computed with these.
     """
 
     policy: Trainer
@@ -65,7 +66,7 @@ class ForwardPasses:
     def plan(
         self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
     ) -> Mapping[str, Pass]:
-        """Return the passes for `needs`, by the name of their column, in the order in which they are made."""
+        """Return the passes that compute the columns `needs`, by name of the column, in order of execution."""
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
             OldLogprobs.RECOMPUTE: self.policy.forward,
@@ -95,7 +96,7 @@ class ForwardPasses:
         return columns
 
     def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
-        """Return the log-probs [T] of each token by its domain's reference or teacher; 0 without one."""
+        """Return log-probs [T] under the reference or teacher of each token's domain; 0 if the domain has none."""
         taught: dict[int, tuple[Teacher, set[str]]] = {}
         for domain in {group.domain for group in batch.groups}:
             own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
@@ -117,7 +118,7 @@ def _fill(
     tokens: Sequence[Bool],
     forward: Callable[[list[MicroBatch]], list[Float32]],
 ) -> None:
-    """Write log-probs of the `tokens` [T] of each micro-batch into the columns, computing only prefixes."""
+    """Compute log-probs of `tokens` [T] into the columns; segments are cut after their last such token."""
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
     found = forward([part.micro_batch for part in parts]) if parts else []
@@ -127,7 +128,7 @@ def _fill(
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches without recorded routing, for models other than the one that sampled."""
+    """Return the micro-batches without recorded experts, for models other than the one that sampled."""
     return [
         batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
     ]
@@ -138,7 +139,7 @@ def _versions(batch: MicroBatch) -> np.ndarray:
     return batch.behavior_versions
 
 
-#: One in this many rollouts is measured.
+#: The exact entropy is measured on one in this many rollouts.
 _ONE_IN: Final = 16
 #: Name of the entropy metric.
 EXACT_ENTROPY: Final = "exact_entropy"
@@ -146,9 +147,9 @@ EXACT_ENTROPY: Final = "exact_entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEntropy:
-    """The entropy of one step: `figures` has the mean, in nats per sampled token; {} if nothing was measured.
+    """The entropy in one step. `figures` has the metric, mean nats per sampled token; {} if none was measured.
 
-    `of_tokens` has the entropies of sampled tokens, f32 [N], by rollout; {} if the trainer only reports the mean.
+    `of_tokens` maps a rollout's number to the entropies of its sampled tokens, f32 [N]; {} if only the mean is known.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
@@ -158,16 +159,16 @@ class MeasuredEntropy:
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Measures every step whose version is divisible by `interval_steps`; 0 measures none.
+    """Measures the exact entropy in each step whose version is divisible by `interval_steps` (0: never).
 
-    `kept(version, groups)` returns the numbers of the step's groups that the sample log records.
+    `kept(version, groups)` returns which of a step's groups, 0 to `groups` − 1, the sample log records.
     """
 
     interval_steps: int = 0
     kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """Measure at the current weights. The gradient must be clear before, and is clear afterwards."""
+        """Measure at the current weights, by a backward pass; the trainer must have no gradient, and has none after."""
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
@@ -176,7 +177,7 @@ class EntropyMeter:
         micro_batch = alone(measured_rollouts)
         try:
             (measured,) = policy.backward([micro_batch], probe)
-        except NonFiniteError:  # the step finds the cause and reports it
+        except NonFiniteError:  # the step itself will find the cause and report it
             return MeasuredEntropy()
         finally:
             policy.discard_gradient()
@@ -186,7 +187,7 @@ class EntropyMeter:
         )
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
-        """Choose rollouts that the step computes: up to half from recorded groups, the others evenly spaced."""
+        """Choose rollouts to measure: up to half from groups in the sample log, the others evenly spaced."""
         computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
         members = sorted(computed)
         count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()

@@ -6,8 +6,8 @@
     apply       gradients             the current publication          engines (they received the old weights)
     report      —                     the controller's directive       controller
 
-A step that is not finite is reported but not applied, and its groups are counted as filtered. The controller ends the
-run after three such steps in a row.
+A step with a NaN or infinity is reported but not applied, and its groups are counted as filtered. The controller ends
+the run after three such steps in a row.
 
 A version is the result of one batch, by one or several optimizer steps; only whole versions are published, reported and
 saved. A publication runs during the next forward and backward and ends before the next `optimizer_step`, which alone
@@ -71,10 +71,10 @@ T = TypeVar("T")
 class LoopSettings:
     """Settings of a training loop.
 
-    `deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication. `overdue_s` bounds how long a full
-    step waits for groups that would be stale after it; None disables that wait. `schedule` counts optimizer steps, of
-    which `mini_batching` may make several per batch. `shaping` and `losses` are by domain. Token ids must be below
-    `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
+    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. A full step may wait up to
+    `overdue_s` for late groups that would be too stale for the next step; None disables this wait. `schedule` counts
+    optimizer steps; with `mini_batching` a batch has several. `shaping` and `losses` are by domain. Token ids must be
+    below `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
     """
 
     micro_batch_tokens: int
@@ -97,7 +97,7 @@ class LoopSettings:
 
 @final
 class TrainingLoop:
-    """Driver of one policy's training, from the first batch until the run stops."""
+    """The loop that trains one policy, from the first batch until the run stops."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class TrainingLoop:
         )
         self._earlier = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
         self._claimed = False
-        self._saved: tuple[int, int] | None = None  # epoch and version of the last checkpoint that was begun
+        self._saved: tuple[int, int] | None = None  # (epoch, version) of the last checkpoint that was begun
         self._leaving = False
         self._incarnation = uuid.uuid4().hex[:12]
         self._reported = ConsumedReport()
@@ -168,7 +168,7 @@ class TrainingLoop:
         return self._link.current
 
     def leave(self) -> None:
-        """End `run` between two steps with the state saved, while the run continues without this trainer."""
+        """Let `run` save the state and return between two steps; actors and engines continue without this trainer."""
         self._leaving = True
 
     async def run(self) -> int:
@@ -233,7 +233,7 @@ class TrainingLoop:
         return self._version
 
     async def close(self) -> None:
-        """Leave the weight group and end the worker thread."""
+        """Leave the process group for weight transfers, and end the worker thread."""
         await self._checkpointing.close()
         await self._publishing.close()
         self._worker.shutdown()
@@ -241,7 +241,7 @@ class TrainingLoop:
     # --- collect ---------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> TrainBatch | None:
-        """Return the next batch, or None if the run stops, or the trainer leaves, while waiting."""
+        """Wait for the next batch and return it; return None if meanwhile the run stops or the trainer leaves."""
         progress_at = reported_at = time.monotonic()
         while True:
             await self._checkpointing.raise_if_failed()
@@ -262,7 +262,7 @@ class TrainingLoop:
             if self._current.stop:
                 return None
             now = time.monotonic()
-            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # groups arrived
+            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # True if groups arrived
                 progress_at = reported_at = now
             elif self._current is not current:
                 progress_at = now
@@ -295,7 +295,7 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """Return the oldest version that the last step accepted, and the number of rollouts left out so far."""
+        """Return metrics of staleness by rollouts: the oldest accepted version, and the number of stale rollouts."""
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
@@ -310,7 +310,7 @@ class TrainingLoop:
         return self._overdue.must_wait(late, step=step)
 
     async def _ask_to_leave(self) -> None:
-        """Ask the controller to leave; its answer contains the controller state to save with the trainer's."""
+        """Tell the controller that this trainer leaves; the answer has the controller's state, for the checkpoint."""
         await self._ask(
             TrainerLeaving(
                 report_id=f"leave-{self._incarnation}",
@@ -333,7 +333,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Take the optimizer steps of a batch; return metrics in total and by domain. Raises NonFiniteStep."""
+        """Take the optimizer steps of a batch; return overall metrics, and metrics by domain. Raises NonFiniteStep."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
         await self._until_weights_may_change()
@@ -395,7 +395,7 @@ class TrainingLoop:
     # --- apply a directive -----------------------------------------------------------------------------------------
 
     async def _apply(self, directive: Directive) -> None:
-        if not self._claimed:  # the first directive: an earlier trainer is fenced before this one writes anything
+        if not self._claimed:  # at the first directive, fence earlier trainers before this one writes anything
             await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
             self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
             self._claimed = True
@@ -405,7 +405,8 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        saved = directive.stop and self._saved == (directive.epoch, self._version)  # this version is saved already
+        # True if this version is saved already.
+        saved = directive.stop and self._saved == (directive.epoch, self._version)
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
             self._saved = (directive.epoch, self._version)
@@ -442,7 +443,7 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Report groups that ended without a step or must be sampled again, so that the controller can issue orders."""
+        """Report orders that ended without a step, or whose groups must be sampled again, to the controller."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(

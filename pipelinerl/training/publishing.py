@@ -41,7 +41,7 @@ log = logging.getLogger("pipelinerl")
 class Publishing:
     """Publishes the trainer's weights to the engines, and checks engines that the controller does not trust yet.
 
-    Meanwhile the trainer computes, but changes its weights only after `finish`:
+    During a publication the trainer computes, but it changes its weights only after `finish`:
 
         await publishing.begin(directive, version)  # begins a task:
             await link.raise_if_fenced()
@@ -67,7 +67,7 @@ class Publishing:
         on_update: OnUpdate,
         timeout_s: float,
     ) -> None:
-        """`worker` is the thread on which the trainer computes; `timeout_s` bounds a publication."""
+        """Create without publishing; `worker` is the trainer's thread, and `timeout_s` bounds each publication."""
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
@@ -79,7 +79,7 @@ class Publishing:
         self._under_way: asyncio.Task[None] | None = None
 
     async def begin(self, directive: Directive, version: int) -> None:
-        """Start publishing the current weights to the directive's engines, after the previous publication has ended."""
+        """Wait for the previous publication, then start publishing the current weights to the directive's engines."""
         await self.finish()
         publication = Publication(
             version=version,
@@ -100,12 +100,12 @@ class Publishing:
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise the error that ended the current publication, if any; failures of engines are only reported."""
+        """Raise the error that ended the current publication, if any. Failures of single engines raise nothing."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     async def close(self) -> None:
-        """Leave the weight group."""
+        """Leave the process group for weight transfers."""
         await self._publisher.close()
 
     async def _publish(self, publication: Publication, directive: Directive) -> None:
@@ -149,7 +149,7 @@ class Publishing:
         return predictions
 
 
-#: The version that an engine serves, or the reason why it does not serve the new one.
+#: The result of an update for one engine: the version that it serves, or the error that prevented the update.
 _Outcome = WeightUpdateResponse | ContractError | PipelineError
 
 _MOST: Final = 4096
@@ -158,7 +158,7 @@ _BLOCK_S: Final = 1.0
 
 @final
 class StreamAnnouncer:
-    """The `Announcer` of one trainer. Used from one event loop, one announcement at a time."""
+    """The `Announcer` that uses streams. Call it from one event loop, for one announcement at a time."""
 
     def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
         self._stream = stream
@@ -169,7 +169,7 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """Announce an update; see `Announcer`. Reads reports in `TAKEN` to an earlier trainer too."""
+        """Announce an update and collect the engines' reports from the stream `TAKEN`; see `Announcer`."""
         before = self._offset
         while await self._heard(block_s=0.0):
             pass
@@ -191,7 +191,7 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        await self._stream.trim(TAKEN, before=before)  # later trainers read the rest
+        await self._stream.trim(TAKEN, before=before)  # keep the other reports, since later trainers read them
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:

@@ -1,7 +1,7 @@
 """Replay of a run's steps from a checkpoint and the recorded groups, without engine, stream or controller.
 
 A step is a function of recorded data (weights, groups, learning rates, objective), and trainers on a CPU are
-deterministic. So a replayed step must give the recorded figures to the last bit.
+deterministic. A replayed step must therefore reproduce the recorded metrics to the last bit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
-#: Figures that identify a step: they depend on every weight, token and log-prob.
+#: Metrics that a replay must reproduce. Together they depend on every weight, token and log-prob of a step.
 COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step as its run reported it: the version it made, its lineage, the orders of its groups, and its figures."""
+    """A step as its run reported it: the resulting version, its lineage, the orders of its groups, and its metrics."""
 
     version: int
     lineage: Lineage
@@ -41,7 +41,7 @@ class RecordedStep:
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rates of the optimizer steps."""
+        """The learning rate of each optimizer step within this training step."""
         return [update["learning_rate"] for update in self.updates] or [self.figures["learning_rate"]]
 
     def part_of(self, group: RolloutGroup) -> RolloutGroup:
@@ -54,7 +54,7 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups: of each order the first copy in its lineage. Raises RecordError if one was trimmed."""
+    """Return a step's groups: the first copy of each order that fits the lineage. Raises RecordError if one is gone."""
     chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]
@@ -69,14 +69,14 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A replayed step: the recorded step and the figures of the replay."""
+    """A replayed step: the recorded step, and the metrics of the replay."""
 
     recorded: RecordedStep
     figures: Mapping[str, float]
 
     @property
     def differences(self) -> dict[str, tuple[float, float]]:
-        """The pairs (recorded, replayed) of every compared figure that differs in any bit."""
+        """The values (recorded, replayed) of each compared metric that differs in any bit."""
         pairs = {
             name: (self.recorded.figures[name], self.figures.get(name, float("nan")))
             for name in COMPARED
@@ -88,7 +88,7 @@ class ReplayedStep:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A replay and its settings; `groups` has the recorded groups by order, each in the order of arrival."""
+    """A replay and its settings; `groups` maps orders to their recorded groups, in order of arrival."""
 
     step: TrainStep
     objective: AdaptiveObjective
@@ -104,7 +104,7 @@ class Replay:
     """The greatest staleness among the steps, which decides how many weights are kept for `old_logprobs`."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Repeat the steps, the first of which must follow `began_at`.
+        """Repeat recorded steps; the first one must be that after version `began_at`.
 
         Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
         """
@@ -117,7 +117,7 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """Take the next step with another objective; the trainer then has that step's version. Raises as `run`."""
+        """Take a recorded step, which must be the next, with another objective. Raises the errors of `run`."""
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:

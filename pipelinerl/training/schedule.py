@@ -35,17 +35,17 @@ class LearningRateSchedule:
         return self.final_fraction + (1.0 - self.final_fraction) * decay
 
 
-#: Schedule that always gives the peak rate.
+#: A schedule whose rate is always the peak rate.
 CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)
 
 
-#: The metric of a step that the KL controller reads.
+#: Name of the metric that the KL controller reads.
 KL_FIGURE: Final = "kl_reference"
 
 
 @final
 class AdaptiveObjective:
-    """The current objective and baselines of roles; checkpoints store `coefficient` and `baselines`."""
+    """The objective with its current KL coefficient, and baselines by role; checkpoints save both."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AdaptiveObjective:
 
     @property
     def coefficient(self) -> float | None:
-        """The controlled β; None without a controller."""
+        """The current β; None if no controller adjusts it."""
         return kl_coefficient(self.current) if self._controller else None
 
     def trained(self, scored: Scored) -> None:
@@ -72,7 +72,7 @@ class AdaptiveObjective:
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Update β after a step with these metrics; return the β of that step as a metric."""
+        """Update β after a step with the metrics `figures`; return, as a metric, the β that the step used."""
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:
             return {}

@@ -1,8 +1,8 @@
 """The training loop's records of how groups end and what each step consists of. They do not influence training.
 
-`TrainingSamples` writes groups of a step for readers. A few trained groups are drawn by seed and step, so the choice is
-unbiased and repeatable; one filtered group represents all filtered since the last step. Everything but the draw runs on
-the log's thread.
+`TrainingSamples` writes groups of a step for readers. A few trained groups are drawn by seed and step, so that the
+choice is unbiased and repeatable. The last filtered group represents all groups that were filtered since the last step.
+Everything except the draw runs on the log's own thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.types import Float32, LossStats, MicroBatch
 
-#: Number of reasons counted separately in a step; a user's filter may give a different one each time.
+#: Maximum number of filter reasons counted separately in a step, since a user's filter may give a new reason each time.
 MOST_REASONS: Final = 20
 OTHER_REASONS: Final = "other reasons"
 
@@ -44,7 +44,7 @@ OTHER_REASONS: Final = "other reasons"
 @final
 @dataclass(slots=True)
 class DomainTallies:
-    """Tallies since the last step, by domain and tag."""
+    """Counts of the groups that ended since the last step, by domain and by tag."""
 
     _domains: dict[str, Tally] = field(default_factory=dict)
     _tags: dict[str, Tally] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class DomainTallies:
             self._merge(group, Tally.of(group))
 
     def add_stale(self, group: RolloutGroup) -> None:
-        """Count a group that was too old."""
+        """Count a group that was dropped as stale."""
         self._merge(group, Tally(stale=1))
 
     def take(self) -> StepFigures:
-        """Return the metrics since the last call, and reset the tallies."""
+        """Return metrics of the groups since the last call, and reset the counts."""
         domains, tags = self._domains, _bounded(self._tags)
         self._domains, self._tags = {}, {}
         return StepFigures(_figures(domains), _figures(tags))
@@ -73,7 +73,7 @@ class DomainTallies:
 @final
 @dataclass(slots=True)
 class StepWatch:
-    """Recorder of the groups that end between two steps; `samples` is None if no samples are kept."""
+    """Recorder of the groups that end between two steps; `samples` is None if no sample log is written."""
 
     samples: TrainingSamples | None = None
     _tallies: DomainTallies = field(default_factory=DomainTallies)
@@ -81,7 +81,7 @@ class StepWatch:
     _example: tuple[RolloutGroup, str] | None = None
 
     def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
-        """Record groups that ended without training: filtered for the reason `why`, or stale."""
+        """Record groups that ended without training, as filtered for the reason `why`, or as stale."""
         for group in groups:
             if fate is GroupOutcome.STALE:
                 self._tallies.add_stale(group)
@@ -101,8 +101,8 @@ class StepWatch:
     ) -> StepFigures:
         """Return the metrics since the last step, and write samples of the step that made `version`.
 
-        `micro_batches` have the advantages; `losses`, if known, and `entropies` of some rollouts by row, are at the
-        weights from which the step started.
+        `micro_batches` have the advantages. `losses` (None where unknown) and `entropies` (of some rollouts, by number)
+        belong to the weights from which the step started.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -165,7 +165,7 @@ def _tokens_of(
 def mean_advantages(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return each rollout's mean advantage [B] (NaN if it may not train), and whether it was in the step [B]."""
+    """Return for each rollout the mean advantage [B], NaN if it may not train, and whether the step trained it [B]."""
     sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
     for number, micro_batch in enumerate(micro_batches):
         rollouts = np.array(batch.rollouts_of(number))
@@ -176,11 +176,12 @@ def mean_advantages(
     return np.where(trained | batch.learns, means, np.nan), trained
 
 
-#: Number of tags with their own metrics in a step, by number of rollouts; other tags are counted together.
+#: Maximum number of tags with their own metrics in a step. Those with most rollouts are chosen; all others are counted
+#: together.
 MOST_TAGS: Final = 50
-#: Name under which the other tags are counted.
+#: Name under which all other tags are counted together.
 OTHER_TAGS: Final = "other"
-#: Bound of the tags counted for a group, and of the parts of a reward.
+#: Maximum number of tags, and of parts of a reward, that are counted for one group.
 _MOST_OF_A_GROUP: Final = 16
 
 
@@ -194,7 +195,7 @@ class StepFigures(NamedTuple):
 @final
 @dataclass(slots=True)
 class Tally:
-    """Counts over the groups of one domain or tag."""
+    """Counts of groups and rollouts of one domain or tag."""
 
     groups: int = 0
     stale: int = 0
@@ -258,7 +259,7 @@ class Tally:
             self.parts[name] = (before + total, number + count)
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name, without those whose denominator is 0."""
+        """Return metrics by name; a metric whose denominator would be 0 is left out."""
         rollouts = len(self.lengths)
         figures: dict[str, float] = {
             "rollouts": rollouts,
@@ -285,7 +286,7 @@ class Tally:
 
 
 def _percentile(rising: Sequence[int], share: float) -> float:
-    """Return numpy's percentile, linearly interpolated; for short lists numpy takes fifty times as long."""
+    """Return the linearly interpolated percentile of a sorted list; on short lists, numpy's is 50 times slower."""
     place = share * (len(rising) - 1)
     below = int(place)
     above = min(below + 1, len(rising) - 1)
@@ -306,18 +307,18 @@ def _figures(tallies: Mapping[str, Tally]) -> dict[str, dict[str, float]]:
 
 T = TypeVar("T")
 
-#: Function that returns the text of token ids, special tokens included.
+#: Function that decodes token ids to text, including special tokens.
 Decode = Callable[[Sequence[int]], str]
 
-#: Bound of the recorded tags of a group, and of the parts of a reward.
+#: Maximum number of tags, and of parts of a reward, that are written to the sample log for one group.
 _MOST: Final = 16
-#: Number of different tokens whose texts are cached.
+#: Maximum number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredGroups:
-    """The groups that were filtered since the last step: counts by reason, and the last group."""
+    """The groups that were filtered since the last step: counts by reason, and the last of them as an example."""
 
     counts: Mapping[str, int]
     example: RolloutGroup
@@ -326,7 +327,7 @@ class FilteredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The sampled tokens of one rollout in its step, f32 [N]; the trainer's log-probs are None if unknown."""
+    """Values that a step computed for one rollout's sampled tokens, f32 [N] each; None if unknown."""
 
     advantages: Float32
     logprobs: Float32 | None
@@ -337,8 +338,8 @@ class TrainedTokens:
 class StepRollouts:
     """The results of a step's rollouts, [B] each, group after group.
 
-    `shaped` are rewards, `advantages` means over a rollout's tokens or NaN, `trained` is True if the rollout had a
-    gradient, and `tokens_of` returns the tokens of such a rollout by its number.
+    `shaped` are shaped rewards, and `advantages` are means over a rollout's tokens, or NaN. `trained` is True if the
+    rollout had a gradient; `tokens_of` returns the tokens of such a rollout, given its number.
     """
 
     groups: Sequence[RolloutGroup]
@@ -486,7 +487,7 @@ class TrainingSamples:
         counts = [len(turn.token_ids) for turn in rollout.turns]
 
         def spread(values: Sequence[T]) -> tuple[T | None, ...]:
-            """Return the values at sampled tokens, and None at tokens of the environment."""
+            """Spread values of sampled tokens over all tokens of a turn, with None at tokens of the environment."""
             if len(counts) == 1:
                 return tuple(values)
             rest = iter(values)

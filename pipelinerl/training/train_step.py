@@ -2,9 +2,9 @@
 
     forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-The last part runs once for each mini-batch of each epoch. All calls block: `accumulate` runs during the current
-publication, `apply` after it. If a value is not finite before the first update, `NonFiniteStep` is raised. Later, the
-batch ends before the first mini-batch that is not finite or too far from π_old.
+The part in parentheses runs once for each mini-batch of each epoch. All calls block; `accumulate` runs during the
+current publication, and `apply` after it. If a value is NaN or infinite before the first update, `NonFiniteStep` is
+raised. After that, the batch ends before the first mini-batch with such a value, or whose KL from π_old is too large.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A batch with all columns, after backward of its first mini-batch; `rest` are the remaining mini-batches."""
+    """A batch with all columns, after the backward pass of its `first` mini-batch; `rest` are the others."""
 
     batch: TrainBatch
     objective: PolicyObjective
@@ -54,13 +54,13 @@ class Accumulated:
 
     @property
     def losses(self) -> list[LossStats | None]:
-        """Each micro-batch's loss at the weights from which the step starts; None in later mini-batches."""
+        """Each micro-batch's loss at the weights from which the step starts; None outside the first mini-batch."""
         known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
         return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
 
 
 class StepResult(NamedTuple):
-    """The metrics of a step, and those of each optimizer step if several were planned."""
+    """The metrics of a step, and of each of its optimizer steps if several were planned."""
 
     figures: dict[str, float]
     updates: list[dict[str, float]]
@@ -69,7 +69,7 @@ class StepResult(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
-    """The operations of one step."""
+    """The workers and operations of a training step."""
 
     passes: ForwardPasses
     critic: Critic | None = None
@@ -86,18 +86,18 @@ class TrainStep:
         return self._policy.width
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """Return functions that save the workers' states, by directory name; any thread may call them until `apply`."""
+        """Return functions that save workers' states, by directory name; any thread may call them until `apply`."""
         parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Keep a copy of the weights, which are about to be published, if later passes with this k need one."""
+        """Keep a copy of the weights before they are published, if later passes need it; `acceptance` is k."""
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
-        """Return whether all weights are available that the passes over this group need."""
+        """Return whether the weights that sampled this group are available, if forward passes need them."""
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
@@ -110,7 +110,7 @@ class TrainStep:
         return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
     def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
-        """Take the batch's optimizer steps, at most one per rate. Raises NonFiniteStep if the first is not finite."""
+        """Take the batch's optimizer steps, up to one per rate. Raises NonFiniteStep if the first is not finite."""
         batch, objective = accumulated.batch, accumulated.objective
         mini_batching, end = batch.partition.mini_batching, BatchEnd.WHOLE
         updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]
@@ -158,7 +158,7 @@ class TrainStep:
         return self.demonstrations.micro_batches(number + mini_batch.number, width=self.width)
 
     def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
-        """Take both optimizer steps, the critic's first; `number` counts the policy's within the batch, from 0."""
+        """Take the critic's optimizer step, then the policy's; `number` is the step's number in the batch, from 0."""
         batch, critic = gradient.batch, None
         with self._clean_on_failure():
             if self.critic is not None:
@@ -195,7 +195,7 @@ class TrainStep:
     def _policy_backward(
         self, batch: TrainBatch, demonstrations: Sequence[MicroBatch], objective: PolicyObjective
     ) -> list[LossStats]:
-        """Run backward of all streams at once; return the losses of the rollouts, then those of demonstrations."""
+        """Run one backward call over all streams; return losses of rollouts, then those of demonstrations."""
         (compiled, beta), completed = as_column(objective), batch.micro_batches
         if self._stands_still(batch):
             first = completed[0]
@@ -236,7 +236,7 @@ class TrainStep:
     def _raise_cause_of_loss(
         self, batch: TrainBatch, error: NonFiniteError, completed: list[MicroBatch], objective: PolicyObjective
     ) -> NoReturn:
-        """Raise NonFiniteStep with the term of the objective, or the model, that makes the loss not finite."""
+        """Raise NonFiniteStep, naming the term of the objective, or the model, as cause of a non-finite loss."""
         everyone = _orders(batch, error.number)
         if error.number is not None:
             micro_batch = completed[error.number]
@@ -264,7 +264,7 @@ def _orders(batch: TrainBatch, number: int | None) -> list[int]:
 
 
 def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> NoReturn:
-    batch = gradient.batch  # during the critic's warm-up there are no losses to check
+    batch = gradient.batch  # in the critic's warm-up the policy has no losses to check
     for number, (micro_batch, loss) in enumerate(zip(batch.micro_batches, gradient.losses, strict=False)):
         finite_check.check_terms(batch, number, micro_batch, loss.predictions, objective)
     raise NonFiniteStep("model's gradient", batch.orders)
@@ -276,7 +276,7 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
-    """Return KL(sampler ‖ reference) in nats per sampled token, by K1, for each stream that reads a reference."""
+    """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each stream with a reference."""
     found: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [

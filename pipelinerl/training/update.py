@@ -1,7 +1,7 @@
 """Updates of the policy and its critic: the optimizer steps of a batch, and the metrics of these steps.
 
-Metrics cover every token of every update, so a rollout that trains in two epochs counts twice. Comparisons of engine
-and trainer use only the first update, whose log-probs have the weights at the start of the step.
+Metrics cover every token of every update, so a rollout that trains in two epochs counts twice. Metrics that compare
+engine and trainer use only the first update, whose log-probs belong to the weights at the start of the step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pipelinerl.training.schedule import CONSTANT, LearningRateSchedule
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 
-#: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
+#: Name of the metric for the KL from π_old, in nats per sampled token, estimated by K3; `training.target_kl` is its
+#: limit.
 KL_OLD: Final = "kl_old"
-#: Metrics of the tokens that are reported for each update.
+#: Names of the token metrics that are reported for each update.
 _TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 
 class BatchEnd(StrEnum):
-    """The reason why a batch of several optimizer steps ended."""
+    """The reason why the optimizer steps of a batch ended."""
 
     WHOLE = "whole"
     """All steps were taken."""
@@ -42,7 +43,7 @@ class BatchEnd(StrEnum):
     """The next mini-batch was not finite; the rest of the batch is not trained."""
 
     def figures(self, updates: Sequence[Update]) -> dict[str, float]:
-        """Return metrics of a step with these updates: their number and the reason for the end."""
+        """Return a step's metrics: its number of `updates`, and why it ended."""
         return {
             "optimizer_steps": float(len(updates)),
             "ended_by_kl": float(self is BatchEnd.KL),
@@ -53,7 +54,7 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The losses of the backward passes over a mini-batch; `losses` is empty while only the critic trains."""
+    """The losses from the backward passes over a mini-batch; `losses` is empty while only the critic trains."""
 
     mini_batch: MiniBatch
     losses: list[LossStats]
@@ -76,14 +77,14 @@ class Gradient:
         return [loss.predictions for loss in self.losses]
 
     def kl_from_old(self, objective: PolicyObjective) -> float | None:
-        """Return the KL from π_old by K3, in nats per token; None if the batch has no old log-probs."""
+        """Return the KL from π_old, estimated by K3, in nats per token; None if the batch has no old log-probs."""
         return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An optimizer step of the policy, its gradient, and the critic's step if there is a critic."""
+    """One update: the policy's gradient and optimizer step, and the critic's optimizer step, if any."""
 
     gradient: Gradient
     policy: StepStats
@@ -106,7 +107,7 @@ class Update:
 
 
 def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
-    """Return the metrics of a step with these updates, which began with the weights `held_version`."""
+    """Return the metrics of a step that began with the weights `held_version` and made these updates."""
     tokens, first = _tokens(updates), updates[0].gradient
     streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
@@ -173,8 +174,8 @@ def _loss(losses: Sequence[LossStats]) -> float:
 class Critic:
     """The critic's worker and loss, and the warm-up before the policy trains.
 
-    The critic's rate is the peak times `schedule`. During the warm-up, the policy takes steps without any token: its
-    weights stay the same and its version rises, so pacing, checkpoints and reports still see one version per step.
+    The critic's rate is `learning_rate` times the schedule's factor. During the warm-up, the policy takes steps without
+    tokens: its weights stay the same but its version increases, so that each step still makes one version.
     """
 
     worker: Trainer
@@ -188,7 +189,7 @@ class Critic:
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with equal weights for tokens of the run's objective; other tokens are masked."""
+        """Return the micro-batches with equal weights for all tokens of stream RL; other tokens are masked."""
         rewarded = [only(batch, Loss.RL) for batch in micro_batches]
         total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
         return [

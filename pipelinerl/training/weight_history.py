@@ -3,10 +3,10 @@
     publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
 Only published weights are kept, since only these sample. A version identifies one set of weights, even across restarts,
-since rollouts of an abandoned epoch are rejected first.
+because rollouts of abandoned epochs have already been rejected.
 
-The history follows k at the next publication. Weights that were dropped, or are missing from the checkpoint, are never
-replaced by others: rollouts of that version end as stale, with a warning in the log.
+If k changes, the history follows at the next publication. Weights that were dropped, or are missing from the
+checkpoint, are not replaced by others: rollouts that they sampled end as stale, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PREFIX: Final = "version-"
 
 @final
 class WeightHistory:
-    """Copies of one policy's weights, by version; a copy never changes."""
+    """Copies of a policy's weights by version; a copy never changes."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class WeightHistory:
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
-        """Copy the trainer's weights, which are about to sample, and drop versions that no later step needs.
+        """Copy the trainer's weights before they are published, and drop versions that no later step needs.
 
-        The next step, which makes version v + 1, accepts nothing older than v + 1 − k, where k is `acceptance`.
+        The next step makes version v + 1 and accepts no rollouts older than v + 1 − k, where k is `acceptance`.
         """
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:
@@ -104,12 +104,12 @@ class WeightHistory:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def saver(self) -> Callable[[Path], None]:
-        """Return a function that writes the versions held now, one file each, into a directory; it can run later."""
+        """Return a function that writes the current versions into a directory, one file each; it may run later."""
         return partial(_save, self._layout, dict(self._held))
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
-        """Return the history saved in `path`, empty if there is none. Raises CheckpointError if a file is unusable."""
+        """Return the history saved in `path`; empty if nothing is. Raises CheckpointError if a file is unusable."""
         files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
         return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
 

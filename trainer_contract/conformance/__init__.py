@@ -4,7 +4,8 @@
     assert all(result.status is Status.PASSED for result in results)
 
 With eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1). The change of the weights therefore reveals the
-gradient, which is compared with the loss. Adapters need another check (`loss_decrease_matches_the_gradient`).
+gradient g, which the kit compares with the change of the loss. Adapters, whose weights are not gathered, need another
+check (`loss_decrease_matches_the_gradient`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-#: Largest vocabulary whose probabilities are summed; each token takes one segment.
+#: Largest vocabulary over which a check sums probabilities; it packs one segment for each token.
 _MAX_SUMMED_VOCABULARY: Final = 8192
 
 
@@ -82,7 +83,7 @@ def run(
     directory: Path,
     checks: Sequence[Callable[[TrainerUnderTest, Path], None]] | None = None,
 ) -> list[TrainerCheckResult]:
-    """Run `checks` (default: those of the subject's head), each in an empty directory; failures become results."""
+    """Run `checks` (default: all for the subject's head), each in an empty directory; return a result for each."""
     results = []
     suite = CHECKS if subject.spec.head is Head.POLICY else VALUE_CHECKS
     for check in suite if checks is None else checks:
@@ -96,7 +97,7 @@ def run(
             status, reason = Status.UNSUPPORTED, str(error)
         except AssertionError as error:
             status, reason = Status.FAILED, str(error)
-        except Exception as error:  # the subject is foreign code: any exception is a failure of this check
+        except Exception as error:  # the tested trainer may raise anything; any exception is a failure of the check
             where = traceback.extract_tb(error.__traceback__)[-1]
             status, reason = (
                 Status.FAILED,
@@ -230,7 +231,7 @@ def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
-    """Parts of a batch accumulate the gradient of the whole, in one call or several; results keep their order."""
+    """Parts of a batch accumulate the gradient of the whole batch, in one call or several; results are in order."""
     rollouts = rollouts_of(subject.vocab_size)
     parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
     whole = stepped(started(subject), [pack(rollouts)])
@@ -278,7 +279,7 @@ def step_applies_and_clears(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def discard_clears_the_gradient(subject: TrainerUnderTest, _: Path) -> None:
-    """A step after `discard_gradient` is the same as without the discarded backward."""
+    """A step after `discard_gradient` is the same as if the discarded backward had not run."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
     trainer.backward([pack(rollouts[:3])], LINEAR)
@@ -371,7 +372,7 @@ def layout_matches_gathered_weights(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def state_continues_exactly(subject: TrainerUnderTest, directory: Path) -> None:
-    """Training continues bit for bit after save and restore: losses, norms, weights, version."""
+    """Training continues bit for bit after save and restore, in losses, norms, weights and version."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:3]), pack(rollouts[3:]), pack(rollouts[1:5])]
     trainer = started(subject)
@@ -436,7 +437,7 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     broken_state_is_refused,
 )
 
-#: Checks of a subject with a value head.
+#: The checks of a trainer with a value head.
 VALUE_CHECKS: Final = (
     *(check for check in CHECKS if check not in (forward_is_a_distribution, *MEASURES)),
     *VALUE_MEASURES,

@@ -1,4 +1,4 @@
-"""Inputs and comparisons of the conformance kit: fixed rollouts, a minimal objective, checks that explain a failure."""
+"""Inputs and comparisons of the conformance kit: fixed rollouts, minimal objectives, assertions with messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Weights = dict[str, NDArray[np.float64]]
 
 
 class CheckUnsupported(Exception):
-    """The check does not apply to this trainer."""
+    """Raised by a check that does not apply to this trainer."""
 
 
 class Learns(StrEnum):
@@ -34,7 +34,7 @@ class Learns(StrEnum):
 class TrainerUnderTest(NamedTuple):
     """The trainer class to test, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
 
-    Test a value head as a separate subject; a trainer without one rejects it with SpecError.
+    To test a value head, run the kit again with `Head.VALUE`; a trainer without value heads raises SpecError.
     """
 
     factory: Callable[[], Trainer]
@@ -46,7 +46,7 @@ class TrainerUnderTest(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class LinearObjective:
-    """The objective −Σ weights·advantages·predictions, in operators that all array libraries share."""
+    """The loss −Σ weights·advantages·predictions, written with operators that all array libraries have."""
 
     needs: frozenset[str] = frozenset()
 
@@ -65,7 +65,7 @@ LINEAR: Final = LinearObjective()
 @final
 @dataclass(frozen=True, slots=True)
 class ColumnObjective:
-    """−Σ weights·(1 + column)·predictions: its value shows whether the trainer passes an optional column."""
+    """The loss −Σ weights·(1 + column)·predictions, which reveals whether a trainer passes an optional column."""
 
     name: str
     needs: frozenset[str] = frozenset()
@@ -104,7 +104,7 @@ def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: flo
 
 
 def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6)) -> list[list[int]]:
-    """Return fixed rollouts of different lengths."""
+    """Return rollouts of different `lengths`, always the same ones for a vocabulary."""
     return [[(7 * i + 3 * t * t + t) % vocab_size for t in range(length)] for i, length in enumerate(lengths)]
 
 
@@ -118,7 +118,7 @@ def weights_of(trainer: Trainer) -> Weights:
 
 
 def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad_clip: float = 0.0) -> Trainer:
-    """Create a trainer whose first step reveals the gradient."""
+    """Create a trainer whose first step reveals the gradient (AdamW with eps = 1)."""
     optimizer = OptimizerSpec(betas=(0.9, 0.95), eps=1.0, weight_decay=0.0, grad_clip=grad_clip)
     trainer = subject.factory()
     try:
@@ -131,7 +131,7 @@ def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad
 
 
 def warmed_up(subject: TrainerUnderTest) -> Trainer:
-    """Create a trainer whose predictions differ between tokens; a value head needs three steps for that."""
+    """Create a trainer whose predictions differ between tokens; a value head starts at 0, so take three steps."""
     trainer = started(subject)
     for _ in range(3 if subject.spec.head is Head.VALUE else 0):
         stepped(trainer, [pack(rollouts_of(subject.vocab_size))], rate=1.0)
@@ -139,7 +139,7 @@ def warmed_up(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """One step: its loss, the reported norm, the weights after it, and the gradient inferred from their change."""
+    """One step: its loss, the reported norm, the new weights, and the gradient inferred from their change."""
 
     loss: float
     norm: float
@@ -148,7 +148,7 @@ class ProbeStep(NamedTuple):
 
 
 def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> ProbeStep:
-    """Run backward on the batches as one sequence, then one step."""
+    """Run one `backward` call on the batches, then one `optimizer_step`."""
     before = weights_of(trainer)
     loss = sum(stats.loss for stats in trainer.backward(batches, LINEAR))
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
@@ -157,18 +157,18 @@ def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) 
 
 
 def gradient_of(step: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
-    """Invert the first step of AdamW with eps = 1: u = g / (|g| + 1)."""
+    """Return the gradient g by inverting AdamW's first step with eps = 1: u = g / (|g| + 1), where u is the update."""
     unit = step / rate
     return np.asarray(unit / (1.0 - np.abs(unit)))
 
 
 def norm_of(gradient: Weights) -> float:
-    """Return the global norm."""
+    """Return the L2 norm over all parameters."""
     return float(np.sqrt(sum((part**2).sum() for part in gradient.values())))
 
 
 def require(condition: bool, message: str) -> None:
-    """Fail the check with `message`."""
+    """Fail the check with `message` unless `condition` is true."""
     if not condition:
         raise AssertionError(message)
 
@@ -180,7 +180,7 @@ def require_equal(got: Any, expected: Any, tolerance: float, what: str) -> None:
 
 
 def require_same_weights(got: Weights, expected: Weights, tolerance: float, what: str) -> None:
-    """Fail unless names, order and values agree."""
+    """Fail unless both have the same names in the same order, and values within `tolerance`."""
     require(list(got) == list(expected), f"{what}: the parameters' names or order changed")
     for name in expected:
         require_equal(got[name], expected[name], tolerance, f"{what}, {name}")
@@ -197,17 +197,19 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
     raise AssertionError(f"{what} must raise {error.__name__}, but nothing was raised")
 
 
-#: Gradient norm to which the objective's weights are scaled, far below eps.
+#: Gradient norm, far below eps, that `_fainter` aims at by scaling the objective's weights.
 _FAINT: Final = 0.01
-#: Relative decrease of the loss: large enough for fp32, small enough to be proportional to the step.
+#: Relative decrease of the loss in a step: large enough to measure in fp32, small enough to be proportional to the
+#: step.
 _SHARE: Final = 1e-3
 
 
 def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """Check that a small step reduces the loss by the rate times the square of the reported norm.
 
-    Merged weights of adapters do not reveal the gradient; the loss does. With AdamW's eps = 1 and a gradient far below
-    1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
+    Merged weights of adapters do not reveal the gradient g, but the loss does. With AdamW's eps = 1 and |g| far below
+    1, the first step is lr·g, which reduces the loss by lr·|g|². If g is clipped to the norm c, the loss falls by
+    lr·c·|g|.
     """
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)
@@ -224,7 +226,7 @@ def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objec
 
 
 def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
-    """Return the batch with its weights scaled to a small gradient, that gradient's norm, and a learning rate."""
+    """Scale the batch's weights to get a small gradient; return the batch, the gradient's norm, and a rate."""
     trainer = started(subject)
     loss = trainer.backward([batch], objective)[0].loss
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm

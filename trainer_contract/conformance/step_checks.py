@@ -36,7 +36,7 @@ from trainer_contract.host_weights import copied
 from trainer_contract.types import Columns, HeadMeasure
 
 _READS: Final = 30
-#: Pause between two reads, which spreads the reads over the passes.
+#: Pause in seconds between two reads of weights, to spread the reads over the concurrent passes.
 _PAUSE_S: Final = 0.002
 
 
@@ -56,7 +56,7 @@ def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def concurrent_reads_see_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
-    """Weights gathered, and state saved, during passes on another thread are those of the last step."""
+    """Weights and states that are read while passes run on another thread are those of the last step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
     trainer = started(subject)
@@ -103,7 +103,7 @@ def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` predicts what a trainer with the given weights predicts, after any number of further steps."""
+    """`forward_at` predicts the same as a trainer that has the given weights, even after further steps."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
     trainer = started(subject)
@@ -121,7 +121,7 @@ def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> Non
 
 
 def forward_at_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` changes no later result by a bit, even when called between backward and step."""
+    """`forward_at` does not change any bit of later results, even if called between backward and step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
 
@@ -145,7 +145,7 @@ def forward_at_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_refuses_foreign_weights(subject: TrainerUnderTest, _: Path) -> None:
-    """Weights that do not fit the model raise StateError; a malformed batch raises BatchError."""
+    """`forward_at` raises StateError for weights that do not fit the model, and BatchError for malformed batches."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()
     first = next(iter(weights))
@@ -171,7 +171,7 @@ FORWARD_AT: Final = (
 # --- measures of the output distribution, and their gradients ---------------------------------------------------------
 
 _MEASURE_TOLERANCE: Final = 1e-3
-#: Largest vocabulary whose probabilities are summed; each token takes one segment.
+#: Largest vocabulary over which a check sums probabilities; it packs one segment for each token.
 _MAX_SUMMED: Final = 8192
 
 
@@ -198,7 +198,7 @@ class _Measuring:
 
 
 def measures_match_the_distribution(subject: TrainerUnderTest, _: Path) -> None:
-    """Mean log-prob and entropy match `forward` on every token at its temperature; their gradients increase them."""
+    """Mean log-prob and entropy match `forward` at each temperature, and a step along their gradient raises them."""
     if subject.vocab_size > _MAX_SUMMED:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     for temperature in (1.0, 0.5):
@@ -228,7 +228,8 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
-    rate = min(1e-2, 1e-3 * scale / norm**2)  # large enough for fp32, small enough to be proportional to the step
+    # A step whose effect is large enough for fp32 and small enough to be linear.
+    rate = min(1e-2, 1e-3 * scale / norm**2)
     trainer = started(subject)
     before = weights_of(trainer)
     loss = trainer.backward([batch], objective)[0].loss

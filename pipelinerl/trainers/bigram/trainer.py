@@ -1,7 +1,8 @@
 """`BigramTrainer`, a trainer in numpy for a bigram model, with closed-form gradients.
 
-The model is one table: logits [V, V], or values [V] with a value head. In tests it replaces real trainers and is an
-independent reference for them. Weights and optimizer state are float64; weights are gathered as float32.
+The model is one table: logits [V, V], or values [V] with a value head. In tests this trainer replaces real ones, and
+serves as an independent reference for their results. Weights and optimizer state are float64; `gather_weights` returns
+float32.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _VALUES: Final = "bigram.values"
 @final
 @dataclass(slots=True)
 class BigramWorker:
-    """Master weights, Adam's moments and the gradient. Each is a table: [V, V] of logits, or [V] of values."""
+    """The weights, Adam's two moments and the gradient, each a table [V, V], or [V] with a value head."""
 
     spec: OptimizerSpec
     head: Head
@@ -64,7 +65,7 @@ class BigramWorker:
 
 @final
 class BigramTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: BigramWorker | None = None
@@ -106,7 +107,7 @@ class BigramTrainer:
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with the table in `weights` instead of the trainer's own."""
+        """Run `forward` with the table in `weights` instead of the trainer's own table."""
         check_weights(weights, self.weight_layout())
         table = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
         other = replace(self._worker, table=table.astype(np.float64))
@@ -122,9 +123,9 @@ class BigramTrainer:
     def _backward(self, number: int, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """Accumulate the closed-form gradient of one micro-batch.
 
-        With g = d loss/d predictions, d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t.
-        Each measure m adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d loss/d values[previous] =
-        Σ_t g_t.
+        With g = d loss/d predictions, d loss/d logits[p] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, summed
+        over all tokens t that follow token p. Each measure m adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t, where z
+        are the logits. With a value head, d loss/d values[p] = Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
         where = np.flatnonzero(micro_batch.loss_mask)
@@ -140,7 +141,8 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(invalid="ignore", over="ignore"):  # `optimizer_step` rejects an overflow
+        # An overflow is allowed here; `optimizer_step` rejects the gradient.
+        with np.errstate(invalid="ignore", over="ignore"):
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]
@@ -180,7 +182,7 @@ class BigramTrainer:
         self._worker.gradient = None
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return the layout of the model's only parameter, the table."""
+        """Return name, shape and dtype of the model's only parameter, the table."""
         return (ParameterInfo(self._name, self._worker.table.shape, "float32"),)
 
     def gather_weights(self) -> Iterator[tuple[str, Float32]]:
@@ -194,7 +196,7 @@ class BigramTrainer:
         save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
 
     def close(self) -> None:
-        """Drop the table."""
+        """Free the table, the moments and the gradient."""
         self._state = None
 
     @property
@@ -213,7 +215,7 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Return predictions [N] of the tokens at `where`, and the log-probs [N, V] of their distributions."""
+    """Return predictions [N] for the tokens at positions `where`, and log-probs [N, V] of the whole vocabulary."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None

@@ -1,12 +1,12 @@
-"""Attention within the segments of packed rows: a kernel from JAX's library on TPUs, masked matmuls elsewhere.
+"""Attention within each segment of packed rows, by JAX's own kernel on TPUs and by masked matmuls elsewhere.
 
     dense     the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time; scores
               across segments are masked
     flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids: blocks of scores stay in on-chip
               memory, forward and backward
 
-The kernel multiplies in bf16, so fp32 uses `dense`. It was tested in Pallas's TPU interpreter on a CPU, where outputs
-and gradients agree with `dense`; it has not been run on a TPU.
+The kernel multiplies in bf16, so an fp32 trainer uses `dense`. It was tested in Pallas's TPU interpreter on a CPU,
+where outputs and gradients agree with `dense`; it has not been run on a TPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipelinerl.models.jax_decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
-#: Number of queries whose scores are in memory at once; longer rows are processed in blocks of this many queries.
+#: Number of queries per block; the scores of only one block are in memory at a time.
 _QUERIES_AT_ONCE: Final = 1024
 
 
@@ -43,7 +43,7 @@ class PackedAttention(StrEnum):
 
     @property
     def least_columns(self) -> int:
-        """The smallest number of columns of a row, 128 for the TPU kernel; it grows by powers of two."""
+        """The minimum length of a row in tokens; longer rows have a power of two."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
@@ -75,7 +75,7 @@ def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
     heads = P(jax_mesh.ROWS, "tensor")
 
     def own(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        """Compute attention for the rows and heads [R, H, C, d] of one device."""
+        """Compute attention on one device, for its own rows and heads [R, H, C, d]."""
         scale = query.shape[-1] ** -0.5
         return flash_attention(
             query, key, value, segment_ids=SegmentIds(segments, segments), causal=True, sm_scale=scale
@@ -104,7 +104,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Positions of T packed tokens in rows of `shape` [R, C]; `place` i64 [T] indexes the flattened rows."""
+    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] has each token's index in [R · C]."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]
@@ -115,7 +115,7 @@ class Rows:
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         columns = max(least_columns, 1 << int(lengths.max() - 1).bit_length())
-        # First-fit decreasing: at most 22 % more rows than the optimum.
+        # First-fit-decreasing bin packing needs at most 22 % more rows than the optimum.
         room = np.full(len(lengths), columns)
         offset = np.empty(len(lengths), dtype=np.int64)
         for i in np.argsort(-lengths, kind="stable"):
@@ -127,13 +127,13 @@ class Rows:
         return cls((rows, columns), np.repeat(offset, lengths) + position_ids)
 
     def spread(self, column: NDArray[Any], *, fill: Any = 0) -> NDArray[Any]:
-        """Copy a column [T] to rows [R, C], with `fill` at padding."""
+        """Copy packed values [T] into rows [R, C]; padding gets the value `fill`."""
         rows = np.full(self.shape[0] * self.shape[1], fill, dtype=column.dtype)
         rows[self.place] = column
         return rows.reshape(self.shape)
 
     def collect(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Return the tokens' values [T] from rows [R, C], the inverse of `spread`."""
+        """Copy the tokens' values from rows [R, C] to packed values [T]; the inverse of `spread`."""
         return rows.reshape(-1)[self.place]
 
 

@@ -4,8 +4,8 @@
     fsdp      rows are sharded, and weights too; weights are gathered layer by layer where they are used
     tensor    heads, intermediate features and vocabulary are sharded (Megatron's split); each device sees whole rows
 
-`Parameter.axes` gives each parameter's sharding. Axes must divide the number of devices and the dimensions that they
-shard; this is checked before anything is loaded.
+`Parameter.axes` gives each parameter's sharding. Before anything is loaded, this module checks that the mesh divides
+the number of devices, and each axis the dimensions that it shards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """The product of the axes."""
+        """The number of devices in the mesh, which is the product of its axes."""
         return self.data * self.fsdp * self.tensor
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices, or over all with several processes. Raises SpecError if it does not fit."""
+    """Build a mesh over the first devices; with several processes it must cover all. Raises SpecError otherwise."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(
@@ -56,7 +56,7 @@ def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 
 def check_divides(shape: MeshShape, config: DecoderConfig) -> None:
-    """Raise SpecError if an axis does not divide the dimension it would shard."""
+    """Raise SpecError if an axis of the mesh does not divide a dimension of the model that it would shard."""
     for what, count in (("attention heads", config.heads), ("key-value heads", config.kv_heads)):
         if count % shape.tensor:
             raise SpecError(f"options.mesh: tensor={shape.tensor} does not divide the model's {count} {what}; lower it")
@@ -76,7 +76,7 @@ def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
 
 
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Return the sharding of one layer's parameter at its use: whole along `fsdp`, sharded along `tensor`."""
+    """Return the sharding that a layer's parameter has while the layer computes: gathered over `fsdp`, not `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
 
 
@@ -86,11 +86,12 @@ def everywhere(mesh: Mesh, value: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of [R, …]: rows over `data` and `fsdp`."""
+    """Return the sharding of arrays [R, …], whose rows are divided over `data` and `fsdp`."""
     return NamedSharding(mesh, P(ROWS))
 
 
-#: Factor by which JAX's timeouts exceed ours: ours end the process with a clear message, JAX's with a stack trace.
+#: Factor by which JAX's timeouts exceed ours, so that ours expire first: our error message is clear, JAX's is a stack
+#: trace.
 _JAX_PATIENCE: Final = 4
 _JAX_SHUTDOWN_S: Final = 10
 
@@ -100,7 +101,8 @@ def join(distributed: Distributed, port: int) -> None:
     if jax.distributed.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host = distributed.coordinator.rpartition(":")[0]
-    # Our channels detect dead ranks, so JAX need not wait for the other ranks when a process ends.
+    # With this setting a process that ends does not wait for the others. It is safe, because our channels detect dead
+    # ranks.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each is compiled once per program and row shape. Buffers that a step replaces (weights, moments, the gradient) are
-donated to XLA, so memory never holds both old and new values.
+Each is compiled once per program and row shape. A step donates the buffers that it replaces (weights, moments,
+gradient) to XLA, so memory never holds both their old and new values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipelinerl.trainers.jax.options import Remat
 from trainer_contract.types import HeadMeasure, HeadPrecision, Objective, OptimizerSpec, measures_of
 
 Weights = dict[str, Array]
-#: Columns of a micro-batch by name, [R, C].
+#: Columns of a micro-batch by name, laid out as rows [R, C].
 Columns = dict[str, Array]
 
 _POLICIES: Final = {
@@ -51,9 +51,10 @@ class TrainerProgram:
     logits_at_once: int = LOGITS_AT_ONCE
 
     def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
-        """Cast weights before gathering them along the `fsdp` axis, so that bf16 halves the traffic.
+        """Cast weights to the compute dtype, then gather them over `fsdp`; in this order bf16 halves the traffic.
 
-        A policy's weights are rounded as in the engines; the gradient passes straight through the rounding.
+        A policy's weights are first rounded as engines round them. The gradient ignores this rounding
+        (straight-through).
         """
         table = {parameter.name: parameter for parameter in self.config.parameters}
         fetched = {}
@@ -69,7 +70,7 @@ class TrainerProgram:
         return array + lax.stop_gradient(lax.reduce_precision(array, served.nexp, served.nmant) - array)
 
     def output_layer(self, weights: Weights) -> Array:
-        """Return the output layer [V, D]; with `HeadPrecision.FP32` in fp32."""
+        """Return the output layer's weight [V, D]; `HeadPrecision.FP32` keeps it in fp32."""
         if self.head is HeadPrecision.MODEL:
             return output_embedding(weights, fetch=self.fetch)
         return output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
@@ -84,7 +85,7 @@ class TrainerProgram:
         return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
 
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer with rematerialisation; the sharding of its rows is kept."""
+        """Wrap a layer with rematerialisation, and constrain its input and output to the sharding of rows."""
         rows = jax_mesh.of_rows(self.mesh)
         replayed = self.replayed(layer)
 
@@ -95,7 +96,7 @@ class TrainerProgram:
         return wrapped
 
     def divided(self, arrays: Weights) -> Weights:
-        """Constrain each array to its parameter's sharding."""
+        """Constrain each array to the sharding of the parameter with its name."""
         shardings = {p.name: jax_mesh.of_parameter(self.mesh, p) for p in self.config.parameters}
         return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
 
@@ -128,7 +129,7 @@ def predictions(
 ) -> Array:
     """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; a value model has no measures."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
-    with jax.default_matmul_precision("float32"):  # otherwise a TPU multiplies fp32 in bf16; bf16 stays bf16
+    with jax.default_matmul_precision("float32"):  # by default, a TPU would multiply fp32 arrays in bf16
         hidden, _ = hidden_states(
             program.config,
             weights,
@@ -149,7 +150,7 @@ def predictions(
 def _ahead(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
 ) -> Array:
-    """Return predictions f32 [1 + M, R, C] at each position for the token after it."""
+    """Return f32 [1 + M, R, C]: for each position, the predictions for the token after it."""
     head = partial(token_predictions, measures=measures, logits_at_once=program.logits_at_once * program.mesh.size)
     following, temperatures = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures"))
     return program.replayed(head)(hidden, program.output_layer(weights), following, temperatures)
@@ -159,16 +160,16 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add a micro-batch's gradient, if its loss is finite; return the gradient, the loss and the predictions [R, C]."""
+    """Add a micro-batch's gradient if its loss is finite; return the accumulated gradient, the loss and predictions."""
 
     inside, measures = columns["loss_mask"], measures_of(objective)
 
     def loss_of(weights: Weights) -> tuple[Array, Array]:
         current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
-        # Tokens outside the mask, padding included, become zeros in segment 0. The number of segments is set to its
-        # upper bound, the number of tokens: it is then constant per shape, so XLA need not compile again when segments
-        # vary.
+        # Tokens outside the mask, including padding, become zeros in segment 0. As number of segments the objective
+        # gets an upper bound, the number of tokens. This bound depends only on the shape, so XLA does not compile again
+        # for another number of segments.
         flat["loss_mask"] = inside.reshape(-1)
         flat |= {name: column.reshape(-1) for name, column in zip(measures, measured, strict=True)}
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
@@ -196,7 +197,7 @@ def step(
     gradient: Weights,
     learning_rate: Array,
 ) -> Stepped:
-    """Clip the gradient as torch does, then apply AdamW; if the gradient's norm is not finite, change nothing."""
+    """Clip the gradient by torch's formula, then apply AdamW; if the gradient's norm is not finite, change nothing."""
     norm = optax.tree.norm(gradient)
     scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
     clipped = {name: part * scale for name, part in gradient.items()}
@@ -225,5 +226,5 @@ def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) 
 
 @jax.jit
 def zeros(weights: Weights) -> Weights:
-    """Return a zero gradient."""
+    """Return a gradient of zeros, in the shapes and shardings of the weights."""
     return jax.tree.map(jnp.zeros_like, weights)

@@ -1,10 +1,10 @@
 """Checkpoint state of a `JaxTrainer`: sharded arrays in TensorStore, bit-exact, restorable onto any mesh.
 
     trainer.json                          format, model_version, architecture, mesh
-    arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with its own CRC-32C
+    arrays/<weights|mean|square>/<name>/  zarr 3: one file per shard of the array, each with its CRC-32C
 
-Each process writes and reads only its own parts, so no host holds a whole array. A part that is missing, truncated or
-altered raises an error and never reads as zeros. The caller makes the files durable and renames the directory.
+Each process writes and reads only its own shards, called parts here, so no host holds a whole array. Reading a missing,
+truncated or altered part raises an error. The caller syncs the files to disk and renames the directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.trainers.option_table import architecture_of, read_record, write_record
 from trainer_contract.errors import StateError
 
-#: Arrays by name, for each kind: the master weights and Adam's two moments.
+#: Arrays by kind, then by parameter name. The kinds are the master weights and Adam's two moments.
 Kinds = Mapping[str, Mapping[str, jax.Array]]
 KINDS: Final = ("weights", "mean", "square")
 
@@ -32,13 +32,13 @@ KINDS: Final = ("weights", "mean", "square")
 @final
 @dataclass(frozen=True, slots=True)
 class JaxSavedState:
-    """A state whose record has been read and checked; `restore` reads its arrays."""
+    """A saved state whose `trainer.json` has been read and checked; `restore` reads its arrays."""
 
     path: Path
     model_version: int
 
     def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
-        """Read all arrays, placed by `like` (name → shape, dtype, sharding). Raises StateError if one is damaged."""
+        """Read all arrays, in the shapes, dtypes and shardings of `like`. Raises StateError if an array is damaged."""
         return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
 
     def _array(self, kind: str, name: str, expected: jax.ShapeDtypeStruct) -> jax.Array:
@@ -75,7 +75,7 @@ def save_parts(path: Path, arrays: Kinds) -> None:
 def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
     """Write `trainer.json` after every process has written its parts; a state without it counts as missing.
 
-    Raises StateError if some parts are not visible here, because the processes do not share a file system.
+    Raises StateError if parts of other processes are not visible here, since the processes must share a file system.
     """
     for kind, named in arrays.items():
         for name, array in named.items():
@@ -133,6 +133,6 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return the digest that identifies the model, whatever its directory's dtype and, for a policy, `scalar_head`."""
+    """Return a digest of the model's configuration, without the directory's dtype and, for a policy, `scalar_head`."""
     left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
     return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

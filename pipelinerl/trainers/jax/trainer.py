@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @final
 class JaxTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: JaxWorker | None = None
@@ -96,7 +96,7 @@ class JaxTrainer:
             self._state = self._together(start, lambda: JaxWorker.started(spec, options, config))
         except RankError:
             raise
-        except TrainerError:  # some ranks may have started
+        except TrainerError:  # some ranks may have started their workers; drop these
             self.close()
             raise
 
@@ -111,7 +111,7 @@ class JaxTrainer:
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with other weights; they are an argument of the compiled programs, so nothing is recompiled."""
+        """Run `forward` with other weights. Weights are an argument of compiled programs, so nothing is recompiled."""
         worker = self._worker
         check_weights(weights, self.weight_layout())
         for micro_batch in micro_batches:
@@ -122,7 +122,7 @@ class JaxTrainer:
         )
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective and accumulate gradients; with several processes, the objective is encoded."""
+        """Evaluate the objective and accumulate gradients; with several processes, each receives the objective."""
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
         for micro_batch in micro_batches:
@@ -168,7 +168,7 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`, which every process must see to write its parts."""
+        """Write weights and moments into the directory `path`, which all processes share; each writes a part."""
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)
@@ -181,24 +181,25 @@ class JaxTrainer:
             ranks.drop(self._number)
 
     def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
-        """Run `own` here and `command` on every other rank; with one process, no command is created."""
+        """Run `own` on this rank and `command` on all others; with one process, only run `own`."""
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering computes on devices
+        # Gathering weights computes on devices, so it belongs to the lane PASSES.
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
 @final
 class JaxFollower:
-    """The `ranks.follower.RankWorker` for JAX; it returns no results, because rank 0 computes all of them itself."""
+    """The JAX `ranks.follower.RankWorker`; it returns no results, because rank 0 computes all of them itself."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)
         self._worker = JaxWorker.started(spec, options, config)
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Run the same worker method as rank 0."""
+        """Call the worker's method for this command, which rank 0 calls too."""
         worker = self._worker
         match command:
             case ForwardCommand():

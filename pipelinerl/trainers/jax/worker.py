@@ -1,4 +1,4 @@
-"""`JaxWorker`, one process's part of a JAX trainer: its shards and the programs on them, the same on every rank.
+"""`JaxWorker`, the share of one process in a JAX trainer: its shards, and the programs that compute on them.
 
 Except for `save_parts` and `save_record`, each process must call the same methods with the same arguments in the same
 order; results and errors are then the same on every rank. `JaxTrainer` checks arguments.
@@ -84,7 +84,7 @@ class JaxWorker:
         return self.program.config
 
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """Return parameters layer by layer, in the dtype of the model directory, as engines load them."""
+        """Return all parameters layer by layer, in the dtype of the model directory, which engines load."""
         return tuple(
             ParameterInfo(parameter.name_at(layer or 0), parameter.shape, self.config.dtype)
             for parameter, layer in export_order(self.config)
@@ -103,7 +103,7 @@ class JaxWorker:
         return self.served
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """Run `forward` with other weights; rank 0 passes them and sends them over the mesh, others pass None."""
+        """Run `forward` with other weights. Rank 0 passes the weights and broadcasts them; other ranks pass None."""
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
         def received(name: str) -> NDArray[np.uint8]:
@@ -117,7 +117,7 @@ class JaxWorker:
         return [_forward(self.program, other, batch) for batch in batches]
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate gradients over padded rows; padding counts as tokens outside the mask."""
+        """Accumulate the gradients of all micro-batches; padding in rows counts as tokens outside the loss mask."""
         return [self._backward(number, batch, objective) for number, batch in enumerate(batches)]
 
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
@@ -127,7 +127,7 @@ class JaxWorker:
             self.program, objective, self._served(), so_far, columns
         )
         loss = float(device_loss)
-        self.gradient = gradient  # the old buffers were donated, so keep the new ones whatever the loss
+        self.gradient = gradient  # the old buffers were donated, so keep the new ones even if the loss is not finite
         if not math.isfinite(loss):
             self.gradient = None
             raise NonFiniteError(
@@ -151,11 +151,11 @@ class JaxWorker:
 
     @property
     def dithers(self) -> bool:
-        """True if rank 0 rounds gathered weights by dithering; they then arrive in fp32."""
+        """True if rank 0 rounds gathered weights by dithering; `gathered` then returns fp32."""
         return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
 
     def gathered(self, place: int) -> jax.Array:
-        """Gather one layer's parameter, at position `place` of the layout, whole on each device."""
+        """Return the parameter at position `place` of the layout, gathered so that each device holds all of it."""
         parameter, layer = list(export_order(self.config))[place]
         dtype = jnp.float32 if self.dithers else jnp.dtype(self.config.dtype)
         gathered = export_weight(self.weights, parameter, layer, dtype=dtype)
@@ -175,7 +175,7 @@ class JaxWorker:
 
 
 def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
-    """Lay out the micro-batch as rows on the mesh; each process places its own rows."""
+    """Arrange a micro-batch as rows and put them on the mesh; each process puts its own rows on its devices."""
     mesh = program.mesh
     least = program.attention.least_columns
     rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"], least_columns=least)
@@ -192,7 +192,7 @@ def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str
 
 
 def _whole(array: jax.Array) -> NDArray[Any]:
-    """Return the whole array on this host; if it spans processes, every process must call this."""
+    """Return the whole array on this host; if the array spans processes, every process must call this function."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

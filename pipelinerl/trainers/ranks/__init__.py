@@ -1,1 +1,1 @@
-"""Multi-process trainers for every array library: rank 0 is called by the training loop and commands other ranks."""
+"""Multi-process trainers, for any array library: the training loop calls rank 0, which sends commands to the others."""

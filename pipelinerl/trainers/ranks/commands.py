@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the other ranks: the methods of the trainer contract as msgpack, and the answers.
+"""Messages between rank 0 and the other ranks, in msgpack: calls of the trainer contract's methods, and answers.
 
 Values are plain data. A class is sent as `module:Class`; only dataclasses and enums of the objective are accepted.
 """
@@ -23,12 +23,12 @@ from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
-#: Packages whose classes may be part of an objective.
+#: Packages whose dataclasses and enums may be part of an objective that is sent.
 _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
 class Lane(StrEnum):
-    """A sequence of commands that every rank executes in the same order; lanes run concurrently."""
+    """A queue of commands that every rank executes in the same order; different lanes run concurrently."""
 
     PASSES = "passes"
     """Commands that compute on all processes at once."""
@@ -37,21 +37,21 @@ class Lane(StrEnum):
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """A micro-batch: dtype, shape and bytes of each column."""
+    """One micro-batch as a message: dtype, shape and bytes of each column."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     num_segments: int
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """`init_worker` of trainer number `trainer`; one process may hold several trainers (policy, reference)."""
+    """Command: run `init_worker` of trainer number `trainer`; a process may hold several (policy, reference)."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """`forward` of this rank's micro-batches; all ranks make `rounds` passes, at least one per micro-batch."""
+    """Command: run `forward` on these micro-batches; every rank makes `rounds` passes, with dummies if necessary."""
 
     trainer: int
     batches: list[Columns]
@@ -59,7 +59,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """`forward_at`; the weights follow through the collectives of the passes."""
+    """Command: run `forward_at` on these micro-batches; collectives of the array library deliver the weights."""
 
     trainer: int
     batches: list[Columns]
@@ -67,7 +67,7 @@ class ForwardAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True):
-    """`backward` of this rank's micro-batches; all ranks make `rounds` passes, at least one per micro-batch."""
+    """Command: run `backward` on these micro-batches, with `rounds` passes as in `ForwardCommand`."""
 
     trainer: int
     batches: list[Columns]
@@ -76,20 +76,20 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag=True):
-    """`optimizer_step` on all ranks."""
+    """Command: run `optimizer_step`."""
 
     trainer: int
     learning_rate: float
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True):
-    """`discard_gradient` on all ranks."""
+    """Command: run `discard_gradient`."""
 
     trainer: int
 
 
 class GatheredKind(StrEnum):
-    """The value of a parameter to gather."""
+    """The kind of value that `Gather` collects for a parameter: its weight or one of its moments."""
 
     WEIGHTS = "weights"
     """The weight as engines receive it."""
@@ -100,7 +100,7 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Gather `count` parameters from position `place` of the layout; ranks on rank 0's host write to `into`."""
+    """Command: gather `count` parameters from position `place` on; ranks on rank 0's host write them to `into`."""
 
     trainer: int
     place: int
@@ -110,14 +110,14 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """`save_state`: write this rank's shards into a directory that all ranks can access."""
+    """Command: run `save_state`, which writes this rank's shards into a directory that all ranks can access."""
 
     trainer: int
     path: str
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """`close` of one trainer on all ranks."""
+    """Command: close one trainer."""
 
     trainer: int
 
@@ -126,7 +126,7 @@ Command = StartCommand | ForwardCommand | ForwardAt | Backward | StepCommand | D
 
 
 class Numbered(msgspec.Struct, frozen=True, tag=True):
-    """A command with a number, which its answers repeat."""
+    """A command with its number; the answers to the command have the same number."""
 
     number: int
     lane: Lane
@@ -134,13 +134,13 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 ends: with an empty `reason` its work is done, otherwise `reason` says why it gave up."""
+    """Notice that rank 0 ends: `reason` is empty if its work is done, else it says why rank 0 gave up."""
 
     reason: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank after it has connected."""
+    """The first message that a rank sends to rank 0 after connecting."""
 
     rank: int
     processes: int
@@ -148,13 +148,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have connected; they next meet at `port` on the coordinator's host, through their array library."""
+    """Notice that all ranks have connected; the array library's rendezvous is at `port` on the coordinator's host."""
 
     port: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 rejects this rank."""
+    """Notice that rank 0 rejects the rank that sent `Hello`."""
 
     reason: str
 
@@ -167,7 +167,7 @@ class RankResult(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a finished command: its `results`, or a contract error's class name and `sentence`."""
+    """A rank's answer to a finished command: `results`, or the class name and message of a contract error."""
 
     number: int
     results: list[RankResult] = []
@@ -185,7 +185,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message. Raises RankError if it is unknown, because ranks run different versions of this program."""
+    """Decode a message. Raises RankError if its type is unknown, as if ranks run different program versions."""
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
@@ -248,7 +248,7 @@ def encode_objective(value: Any) -> Any:
 
 
 def decode_objective(plain: Any) -> Objective:
-    """Rebuild an objective, the inverse of `encode_objective`. Raises RankError if it has any other class."""
+    """Rebuild an objective, the inverse of `encode_objective`. Raises RankError for classes that may not be sent."""
     decoded: Objective = _decoded(plain)
     return decoded
 
@@ -300,11 +300,11 @@ class Channel:
         self._closed = threading.Event()
 
     def beat(self) -> None:
-        """Start sending heartbeats, until `close`."""
+        """Start a thread that sends heartbeats until `close` is called."""
         threading.Thread(target=self._beat, name=f"beat-{self.peer}", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """Send a message. Raises RankError if the peer does not accept it."""
+        """Send a message. Raises RankError if the peer is gone, or accepts no data for `silence_s`."""
         self._write(_LENGTH.pack(len(message)) + message)
 
     def receive(self, *, most_bytes: int = _MOST_BYTES) -> bytes:
@@ -317,9 +317,9 @@ class Channel:
                 return self._read(length)
 
     def close(self) -> None:
-        """Close the connection; the peer notices at once."""
+        """Close the connection; the peer notices immediately."""
         self._closed.set()
-        with suppress(OSError):  # the connection is already closed
+        with suppress(OSError):  # raised if the connection is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

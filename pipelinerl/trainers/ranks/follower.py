@@ -4,8 +4,8 @@
     the main thread     rank 0's next message or beat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
-If rank 0 dies or hangs, the rank ends with an error message within `silence_s`, even if it is blocked in a collective
-that waits for rank 0.
+Commands of one lane run in order on the lane's own thread. If rank 0 dies or hangs, this process ends with an error
+message within `silence_s`, even if a collective blocks in one of its threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankWorker(Protocol):
     """One process's shards of a trainer, and the trainer's methods on them."""
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Execute this rank's part of a command; all ranks execute commands in the same order. Raises TrainerError."""
+        """Execute this rank's share of a command; every rank sees a lane's commands in order. Raises TrainerError."""
         ...
 
 
@@ -48,9 +48,9 @@ Start = Callable[[TrainerSpec], RankWorker]
 
 
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
-    """Join rank 0 and execute its commands with workers from `start`; return when rank 0 has finished its work.
+    """Connect to rank 0 and execute its commands with workers made by `start`; return when rank 0's work is done.
 
-    Raises SpecError if rank 0 rejects this rank, RankError if rank 0 is lost or this rank failed.
+    Raises SpecError if rank 0 rejects this rank, and RankError if rank 0 is lost or gives up, or this rank fails.
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
@@ -79,7 +79,7 @@ class _Rank:
             threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
 
     def take(self, numbered: Numbered) -> None:
-        """Queue a command in its lane."""
+        """Put a command into the queue of its lane."""
         self._lanes[numbered.lane].put(numbered)
 
     def _work(self, lane: Lane) -> None:
@@ -91,10 +91,10 @@ class _Rank:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:  # array library, file format or disk
+            except (RuntimeError, ValueError, OSError) as failed:  # from the array library, a file format or the disk
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
-            except BaseException:  # a bug: close the channel so that both ranks end at once
+            except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end
                 self._channel.close()
                 raise
             failure = (type(error).__name__, str(error)) if error else ("", "")
@@ -102,7 +102,7 @@ class _Rank:
             try:
                 self._channel.send(encode(answer))
             except RankError:
-                return  # the main thread gets the same error
+                return  # the main thread gets the same error and reports it
 
     def _execute(self, command: Command) -> list[RankResult]:
         if isinstance(command, StartCommand):

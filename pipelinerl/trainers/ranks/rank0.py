@@ -5,11 +5,12 @@
     a lane's thread               the next command              the process ends         the callers
     the reader of a rank          its next message or beat      silence_s                that rank
 
-A command is sent when a verb begins; the lane's single thread executes rank 0's part. So programs from all threads
-reach every rank's devices in the same order, and the next verb may begin before the previous one has ended.
+When a verb begins, its command is sent to all ranks, and the single thread of the command's lane executes rank 0's
+part. All devices thus run the same programs in the same order, whatever thread called the verb. A verb may begin before
+the previous one has ended.
 
-If a rank dies, hangs or fails, this and every later verb raise a `RankError` that names the rank, and the other ranks
-are ended. A computation that hangs in a collective is left in its daemon thread.
+If a rank dies, hangs or fails, the current and every later verb raise a `RankError` that names this rank, and all other
+ranks are ended. If a computation hangs in a collective, its daemon thread is abandoned.
 """
 
 from __future__ import annotations
@@ -44,19 +45,20 @@ from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")
-#: Numbers by which the other ranks identify this process's trainers.
+#: Source of the numbers that identify this process's trainers in commands.
 TRAINER_NUMBERS: Final = itertools.count(1)
-#: A collective fails as soon as a peer is gone. Wait this long for the thread that reads from that peer: its error
-#: names the peer.
+#: A collective fails as soon as a rank is gone, but its error does not name the rank. Wait this long for the thread
+#: that reads from that rank and raises an error with its name.
 _NAMING_S: Final = 2.0
-#: After the loss of a rank, this process ends within this time, even if a collective blocks JAX's cleanup forever.
+#: Longest time in seconds from the loss of a rank to the end of this process, even if a collective blocks JAX's cleanup
+#: forever.
 _LAST_S: Final = 60.0
-#: Errors that another rank may raise alone, because they concern files on its host.
+#: Errors that a single rank may raise, because they concern files on its own host.
 _OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
 
 
 class RankResults(NamedTuple, Generic[T]):
-    """The result of rank 0's part, and the results of the other ranks by rank."""
+    """The result of a verb: the value from rank 0's part, and the results of the other ranks by rank."""
 
     own: T
     others: Mapping[int, list[RankResult]]
@@ -73,12 +75,12 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """True if one rank's failure blocks all others; false only for Save, in which each rank writes its files."""
+        """True if one rank's failure blocks all ranks; false only for Save, because each rank writes its own files."""
         return self.verb != Save.__name__
 
     @property
     def has_failed(self) -> bool:
-        """True if rank 0's part failed with anything but a TrainerError, which all ranks raise and survive."""
+        """True if rank 0's part failed with a fatal error, which is any but TrainerError (ranks survive that one)."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
@@ -117,17 +119,17 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
-        """Run a command on all ranks and return its result. Raises like `begin`."""
+        """Run a command on all ranks and return its result. Raises the errors of `begin`."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
         self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane
     ) -> Callable[[], RankResults[T]]:
-        """Execute `command(rank)` on every other rank and `own`, rank 0's part, here.
+        """Start `command(rank)` on every other rank, and `own`, which is rank 0's part, on this one.
 
         Returns a function that waits for the result; call it once. It raises:
-            TrainerError: raised by `own` and so by every rank, or by another rank whose host lacks a file.
-            RankError: a rank was lost, now or before.
+            TrainerError: `own` and every other rank raised it, or a single rank did, whose host lacks a file.
+            RankError: a rank was lost during this verb or an earlier one.
         """
         with self._order[lane]:
             with self._changed:
@@ -140,7 +142,7 @@ class Ranks:
             try:
                 for rank, channel in self._channels.items():
                     channel.send(encode(Numbered(number, lane, commands[rank])))
-            except RankError as error:  # the reader of that rank reports the reason
+            except RankError as error:  # the thread that reads from that rank reports the reason
                 pending.result.set_exception(error)
             else:
                 self._lanes[lane].put(pending)
@@ -158,8 +160,8 @@ class Ranks:
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
-        """Drop a trainer's state on the other ranks, whose processes may still serve other trainers."""
-        with suppress(RankError):  # lost ranks hold no state
+        """Free a trainer's state on the other ranks; their processes stay up for other trainers."""
+        with suppress(RankError):  # a lost rank has no state to free
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
     def leave(self, reason: str) -> None:
@@ -167,7 +169,7 @@ class Ranks:
         self._left_for = reason
 
     def end(self) -> None:
-        """End the other ranks. After `leave` they exit as failures with its `reason`, and are then restarted."""
+        """End the other ranks. After a call of `leave` they exit with an error, its `reason`, and are restarted."""
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
@@ -207,7 +209,7 @@ class Ranks:
             raise RankError(str(self._lost)) from self._lost
 
     def _lose(self, error: RankError) -> RankError:
-        """Record that a rank is lost, end the others, start the watchdog, and return the error of the first loss."""
+        """Record the loss of a rank, end all others and start the watchdog; return the error of the first loss."""
         with self._changed:
             if self._lost is not None:
                 return self._lost
@@ -221,7 +223,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # the rank at this channel was lost, or is ending as well
+            with suppress(RankError):  # the rank at the other end is lost or ending
                 channel.send(encode(end))
             channel.close()
 
@@ -230,7 +232,7 @@ class Ranks:
             pending = self._lanes[lane].get()
             try:
                 result = pending.own()
-            except BaseException as error:  # the error is passed to the caller
+            except BaseException as error:  # the error is passed to the caller of the verb
                 pending.result.set_exception(error)
             else:
                 pending.result.set_result(result)
@@ -258,7 +260,10 @@ class Ranks:
 
 
 def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
-    """Yield the result of each verb after starting the next one; on early exit, wait for the verb in progress."""
+    """Yield the results of verbs in order, but begin the next verb before waiting for a result.
+
+    If the caller stops early, wait for the verb in progress.
+    """
     ended: Callable[[], T] | None = None
     try:
         for following in begun:
@@ -270,7 +275,7 @@ def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
             yield now()
     finally:
         if ended is not None:
-            with suppress(TrainerError):  # the caller did not request this result, or an earlier error is being raised
+            with suppress(TrainerError):  # the caller stopped early, or is already handling another error
                 ended()
 
 
@@ -278,7 +283,7 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Return this process's connections to the other ranks, once all have joined. Raises SpecError."""
+    """Wait until all other ranks have joined, and return the connections to them. Raises SpecError if they do not."""
     global _led
     if distributed.process != 0:
         raise SpecError(
@@ -287,7 +292,7 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
         )
     if _led is None:
         ranks = Ranks(gather_ranks(distributed, join), timeout_s=distributed.timeout_s)
-        atexit.register(ranks.end)  # registered after the array library's hook, so that it runs before that hook
+        atexit.register(ranks.end)  # exit hooks run in reverse order, so this one runs before the array library's
         _led = (distributed, ranks)
     if _led[0] != distributed:
         raise SpecError("options.distributed must be the same for every trainer of a process; use the same recipe")
@@ -295,6 +300,6 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
 
 
 def leave_undone() -> None:
-    """Mark this process as ending before its work is done, so that its ranks exit as failures and are restarted."""
+    """Record that this process ends before its work is done, so that its ranks exit with an error and are restarted."""
     if _led is not None:
         _led[1].leave("rank 0 has ended before its work was done; see its log")

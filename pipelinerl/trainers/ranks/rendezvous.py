@@ -1,4 +1,4 @@
-"""The rendezvous of a trainer's processes: first over our own connections, then through their array library.
+"""The rendezvous of a trainer's processes, first over our own connections and then in torch or JAX (`join`).
 
     rank 0                                          rank r
     listens at options.distributed.coordinator      connects, with retries, until the deadline
@@ -6,8 +6,8 @@
     after all Hellos: Welcome(port)  ────────────▶
     join                                            join
 
-If a process is missing at the library's own rendezvous, JAX ends with a C++ trace and torch waits silently. So no rank
-calls `join` before all have connected, and a clear error names a missing or rejected rank within `timeout_s`.
+If a process is missing, JAX's own rendezvous ends with a C++ trace, and torch's waits silently. Therefore no rank calls
+`join` before all have connected. Within `timeout_s`, a clear error names a missing or rejected rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer_contract.errors import RankError, SpecError
 
 log = logging.getLogger("pipelinerl")
 
-#: Limit on a message from a peer that has not yet proved that it knows the token.
+#: Maximum size in bytes of a message from a peer that has not yet proved that it knows the token.
 _MOST_BYTES: Final = 4096
 _RETRY_S: Final = 0.1
 
@@ -63,17 +63,17 @@ class Distributed:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """True if no other machine can connect."""
+        """True if the coordinator listens on loopback, so that no other machine can connect."""
         return self.coordinator.rpartition(":")[0] in _LOOPBACK
 
 
-#: Function that joins this process with the others through the array library, with the same options on every process,
-#: at a port on rank 0's host. Raises SpecError.
+#: Function that joins this process with all others through the array library. Every process calls it with the same
+#: options and port; rank 0's host listens at the port. Raises SpecError.
 Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """Wait for all other ranks and join them, on rank 0. Raises SpecError if ranks are missing or joining fails."""
+    """On rank 0, wait for all other ranks, then join them. Raises SpecError if ranks are missing or joining fails."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -93,7 +93,8 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    (meeting,) = free_ports(1, host)  # chosen late: an outgoing connection could take a port that was chosen earlier
+    # Chosen as late as possible, because an outgoing connection could take the port in the meantime.
+    (meeting,) = free_ports(1, host)
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
         channel.beat()
@@ -102,10 +103,10 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """Connect to rank 0 and join all ranks, on another rank. Raises SpecError if rank 0 rejects it or is missing."""
+    """On a rank above 0, connect to rank 0 and join all. Raises SpecError if rank 0 is missing or rejects this rank."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
-    left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends no heartbeats until all ranks arrived
+    left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends heartbeats only once all ranks have arrived
     waiting = Channel(connection, peer="rank 0", silence_s=left_s)
     waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
     try:
@@ -139,7 +140,7 @@ def _connected(distributed: Distributed, deadline: float) -> socket.socket:
 
 
 def _admit(connection: socket.socket, channels: dict[int, Channel], distributed: Distributed, token: str) -> None:
-    """Accept or reject a rank; a rejected peer must not delay the others."""
+    """Accept or reject a peer that has connected; a rejection is only logged, so the rendezvous continues."""
     channel = Channel(connection, peer="a rank that connects", silence_s=distributed.silence_s)
     try:
         hello = decode(channel.receive(most_bytes=_MOST_BYTES))
@@ -192,13 +193,13 @@ def _token(distributed: Distributed) -> str:
     return str(token)
 
 
-#: Hosts that other machines cannot connect to.
+#: Names of the local host that other machines cannot connect to.
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _WHERE: Final = "options.distributed"
 
 
 def read_distributed(value: Any, *, trainer: str, processes: int | None = None) -> Distributed:
-    """Parse the `distributed` table; `processes` is the default of its entry. Raises SpecError if they contradict."""
+    """Parse the table `distributed`; `processes` is the default of its entry `processes`. Raises SpecError."""
     options: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
     if processes is not None:
         options = {"processes": processes, **options}

@@ -1,7 +1,7 @@
-"""Memory of rank 0 that other ranks on its host can write to: an anonymous file, opened through /proc.
+"""Memory of rank 0 that other ranks on its host can write to: an anonymous file, which they open through /proc.
 
-Writing to the file costs a fifth of sending over a local connection. Only Linux has such files, and ranks of other
-hosts, users or containers cannot open them; `is_here` tests this.
+Writing to the file costs a fifth of sending over a local connection. Only Linux has such files. Ranks on other hosts,
+or of other users or containers, cannot open them; `is_here` tests whether a rank can.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The location of a block for other processes of this host: owning process, file descriptor, and file identity."""
+    """The address of a block for other processes on its host: owning process, file descriptor, device and inode."""
 
     process: int
     number: int
@@ -30,7 +30,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
-    """Create a block of `size` bytes, freed when unreferenced in this process. Raises OSError if unsupported."""
+    """Create a block of `size` bytes, which is freed with its last reference. Raises OSError if unsupported."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has files without a name")
     file = os.memfd_create("pipelinerl gathering")
@@ -46,7 +46,7 @@ def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
 
 @contextmanager
 def opened(place: Place) -> Iterator[int]:
-    """Open a block's file for `write_at`. Raises OSError if the file is missing or is not that block."""
+    """Open a block's file for `write_at`. Raises OSError if the file is missing or another file has taken its place."""
     path = Path("/proc") / str(place.process) / "fd" / str(place.number)
     file = os.open(path, os.O_RDWR)
     try:
@@ -75,14 +75,14 @@ def is_here(place: Place, content: bytes) -> bool:
         return False
 
 
-#: Reference count of a free block: one for the tuple that holds it, one for the call that counts.
+#: Reference count of a block that is free: one reference from its tuple, one from the call that counts.
 _UNHELD: Final = 2
-#: Largest number of blocks: one is being read, one is already filled, and one is being filled.
+#: Maximum number of shared blocks. At any time one is being read, one is full, and one is being filled.
 _BLOCKS: Final = 3
 
 
 class Block(NamedTuple):
-    """A byte buffer with arbitrary content; other ranks of this host write to it by `place`, if it is shared."""
+    """An uninitialised byte buffer. If it is shared, `place` lets other ranks on this host write to it."""
 
     memory: NDArray[np.uint8]
     place: Place | None = None
@@ -90,9 +90,10 @@ class Block(NamedTuple):
 
 @final
 class RecycledMemory:
-    """Blocks of `size` bytes, shared with ranks of this host if possible.
+    """A pool of blocks of `size` bytes, shared with the ranks on this host if possible.
 
-    Shared blocks are open files, so their number is limited; if all are in use, `take` returns other memory.
+    Shared blocks are open files, so their number is limited. If all are in use, `take` returns memory that is not
+    shared.
     """
 
     def __init__(self, size: int) -> None:
@@ -100,7 +101,7 @@ class RecycledMemory:
         self._blocks: list[Block] = []
 
     def take(self, size: int) -> Block:
-        """Return a block of `size` bytes, reused if one is free."""
+        """Return a block of `size` bytes; reuse a free block of the pool if there is one."""
         if size > self._size:
             return _new(size)
         for block in self._blocks:
@@ -114,6 +115,6 @@ class RecycledMemory:
 
 def _new(size: int) -> Block:
     if size:
-        with suppress(OSError):  # shared memory is unsupported here, or too many files are open
+        with suppress(OSError):  # fails if shared memory is unsupported, or too many files are open
             return Block(*shared_block(size))
     return Block(np.empty(size, np.uint8))

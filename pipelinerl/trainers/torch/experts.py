@@ -12,15 +12,15 @@ from torch import Tensor, nn
 def follow_autocast(model: nn.Module) -> None:
     """Make every module of fused experts multiply in autocast's dtype, like linear layers.
 
-    transformers multiplies a layer's experts, three-dimensional parameters, with torch's grouped matmul. Autocast does
-    not cover it, so a bf16 trainer would compute most of such a model in fp32.
+    transformers multiplies a layer's experts, which are three-dimensional parameters, by torch's grouped matmul.
+    Autocast does not cover grouped matmuls, so a bf16 trainer would compute most of such a model in fp32.
     """
     for module in fused_experts(model):
         module.forward = _CastExperts(module, module.forward)
 
 
 def fused_experts(model: nn.Module) -> list[Any]:
-    """Return the modules whose parameters are the matrices of a layer's experts, [experts, …] each."""
+    """Return the modules that hold all experts of a layer in parameters of shape [experts, …]."""
     return [
         module
         for module in model.modules()
@@ -30,7 +30,7 @@ def fused_experts(model: nn.Module) -> list[Any]:
 
 @final
 class _CastExperts:
-    """Forward of an experts module with parameters cast to autocast's dtype; gradients pass through."""
+    """Replacement for an experts module's forward that casts its parameters to autocast's dtype, differentiably."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
@@ -42,7 +42,7 @@ class _CastExperts:
             return self._forward(hidden, *routing)
         dtype, own = torch.get_autocast_dtype(device), self._module.__dict__
         cast = {name: each.to(dtype) for name, each in self._module.named_parameters(recurse=False)}
-        own.update(cast)  # attribute lookup finds these before the parameters of the same names
+        own.update(cast)  # attribute lookup finds the cast tensors before the parameters of the same names
         try:
             return self._forward(hidden.to(dtype), *routing)
         finally:

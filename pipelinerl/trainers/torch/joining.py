@@ -1,7 +1,7 @@
 """Initialisation of multi-process torch, once all processes have connected.
 
     default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
-    reads           gloo, point to point, concurrent with the passes
+    reads           gloo, point to point, for reads of weights during the passes
 
 The tensor's device selects the default group's backend, so tests with gloo run the same code as NCCL.
 """
@@ -32,20 +32,22 @@ from trainer_contract.errors import SpecError, StateError
 
 #: Torch's stubs omit most functions that are implemented in C++.
 dist: Any = torch.distributed
-#: Length of the error message that a process shares with the others at startup, and its possible classes.
+#: Maximum length in bytes of an error message that a process sends to the others at startup, and the classes of errors
+#: that it may send.
 _SENTENCE_BYTES: Final = 1000
 _KINDS: Final = (SpecError, StateError)
-#: Content by which ranks verify that shared memory belongs to rank 0.
+#: Format of a number that rank 0 writes into shared memory. Other ranks read it to verify that they opened rank 0's
+#: memory.
 _CONTENT: Final = struct.Struct("<q")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
+    """A process's view of itself and the others; `reads` is the process group for reads during passes.
 
-    Ranks in `on_same_host` can write into rank 0's memory. `views` are equal for ranks of one host that see the same
-    GPUs.
+    Ranks in `on_same_host` can write into rank 0's memory. `views` has a number for each rank; ranks of one host that
+    see the same GPUs have equal numbers.
     """
 
     rank: int
@@ -58,13 +60,13 @@ _world: TorchWorld | None = None
 
 
 def world() -> TorchWorld:
-    """Return the world that this process has joined."""
+    """Return the `TorchWorld` of this process, which must have joined the others."""
     assert _world is not None, "the processes have not met yet"
     return _world
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes at this port of the coordinator's host. Raises SpecError."""
+    """Join the other processes through torch's rendezvous at `port` of the coordinator's host. Raises SpecError."""
     global _world
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
@@ -89,14 +91,16 @@ def join(distributed: Distributed, port: int) -> None:
 def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -> Any:
     if distributed.process:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    listener = socket.create_server((host, port), family=family_of(host))  # a TCPStore listens on every address
+    # By itself, a TCPStore would listen on every address.
+    listener = socket.create_server((host, port), family=family_of(host))
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
-    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # the time is unique to this call
+    # The time serves as a number that is unique to this call.
+    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)
@@ -119,7 +123,7 @@ def _views(processes: int) -> tuple[int, ...]:
 
 
 def _bind_gloo_to_loopback() -> None:
-    """Make gloo listen on loopback; by default it listens on the address of the host name, which others may reach."""
+    """Make gloo listen on loopback; its default, the address of the host name, may be reachable from outside."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
@@ -127,7 +131,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """Raise an error on all processes if one of them raises SpecError or StateError, so that none waits for it."""
+    """Raise a SpecError or StateError of one process's block on all processes, so that none waits in vain."""
     own: SpecError | StateError | None = None
     try:
         yield

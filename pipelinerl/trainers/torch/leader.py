@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @final
 class MeshLeader:
-    """Rank 0's shards and its connection to the other ranks. `TorchTrainer` checks the arguments."""
+    """Rank 0's shards and its connections to the other ranks. `TorchTrainer` has checked all arguments."""
 
     def __init__(self, ranks: Ranks, number: int, worker: MeshWorker) -> None:
         self._ranks = ranks
@@ -75,7 +75,7 @@ class MeshLeader:
             worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
         except RankError:
             raise
-        except TrainerError:  # some ranks may have started
+        except TrainerError:  # some ranks may have loaded the model; free it
             ranks.drop(number)
             raise
         return cls(ranks, number, worker)
@@ -102,7 +102,7 @@ class MeshLeader:
 
     @property
     def width(self) -> int:
-        """The number of parts of the mesh: processes, or groups of processes that share a micro-batch."""
+        """The number of micro-batches computed at once: one per process, or per group of `cp` processes."""
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
@@ -114,7 +114,7 @@ class MeshLeader:
         )
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` while every rank holds its rows of these weights."""
+        """Run `forward` while each rank's shards temporarily hold the given weights."""
         return self._predictions(
             batches,
             lambda mine, rounds: ForwardAt(self._number, mine, rounds),
@@ -122,7 +122,7 @@ class MeshLeader:
         )
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate gradients; ranks reduce them in the backward pass of the last round."""
+        """Accumulate gradients on all ranks; the last round's backward pass also sums them over the ranks."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
         encoded = encode_objective(objective)
@@ -144,7 +144,7 @@ class MeshLeader:
         return losses
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the norm of all shards, then apply and clear the gradient."""
+        """Clip by the gradient norm over all shards, then apply and clear the gradient."""
         self.has_gradient = False
         return self._all(StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate))
 
@@ -158,7 +158,7 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield host tensors gathered on demand; the next part of a layer is gathered while one is read."""
+        """Yield host tensors, gathered on demand; while the caller reads one group, the next one is gathered."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
@@ -174,7 +174,7 @@ class MeshLeader:
                     yield name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
-        """Save the state: every rank writes its own rows; with adapters, rank 0 writes everything."""
+        """Save the state: each rank of the first copy writes its rows; with adapters, rank 0 writes everything."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
             self._save_adapters(path, adapters)
@@ -216,7 +216,7 @@ class MeshLeader:
         )
 
     def close(self) -> None:
-        """Drop the shards on every rank; the other ranks stay up for this process's other trainers."""
+        """Free the shards on every rank; the ranks' processes stay up for other trainers."""
         self._ranks.drop(self._number)
 
     def _predictions(
@@ -241,7 +241,7 @@ class MeshLeader:
         command: Callable[[list[Columns], int], Command],
         own: Callable[[list[MicroBatch], int], T],
     ) -> RankResults[T]:
-        """Distribute the micro-batches round-robin over the parts of the mesh, in as many rounds as needed."""
+        """Run a command on micro-batches that are distributed round-robin, `width` per round."""
         width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
         return self._ranks.together(
             lambda rank: command([encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),

@@ -41,39 +41,39 @@ from trainer_contract.types import (
 
 @final
 class LoadedModel(NamedTuple):
-    """A model, the saved state it comes from (if any), and the dtype of the weights sent to engines.
+    """A model for training, the saved state that it resumes (if any), and the dtype of weights for engines.
 
-    Parameters stay on the meta device until they have a target, so a sharded process never holds more than its rows and
-    one layer. Parameters that cannot be read one by one are already on the CPU.
+    Parameters stay on the meta device until `move_to` or `divided` gives them memory, so a sharded process never holds
+    more than its rows and one layer. Models whose parameters cannot be read one by one are already on the CPU.
     """
 
     model: PackedModel | PackedValueModel
     config: PreTrainedConfig
     saved: torch_state.TorchSavedState | None
-    #: Reads parameters from the model directory; None if they are already loaded.
+    #: Reader of parameters from the model directory; None if all parameters are already loaded.
     reader: WeightReader | None
     gather_dtype: torch.dtype
     adapters: Adapters | None
-    #: Digest of the directory of a frozen base; "" without adapters.
+    #: Digest of the model directory whose weights are the frozen base of adapters; "" without adapters.
     base_digest: str
-    #: True if a frozen base keeps the directory's bf16, because matmuls are in bf16 anyway.
+    #: True if the frozen base of adapters stays in the directory's bf16, because matmuls are in bf16 anyway.
     keeps_base_in_bf16: bool
 
     @property
     def trained(self) -> dict[str, Parameter]:
-        """Parameters of the optimizer by name, in the model's order."""
+        """The parameters that the optimizer trains, by name, in the model's order."""
         if self.adapters is not None:
             return self.adapters.trained
         return {name: parameter for name, parameter in self.model.named_weights() if parameter.requires_grad}
 
     @property
     def weights(self) -> dict[str, Parameter]:
-        """Parameters sent to engines by name, in the model's order; with adapters, those of the base."""
+        """The parameters that engines receive, by name, in the model's order; with adapters, those of the base."""
         return dict(self.model.named_weights()) if self.adapters is None else self.adapters.base
 
     @property
     def products(self) -> torch.dtype:
-        """The dtype in which a sharded model is probed, given the dtype of its base."""
+        """The dtype of matmuls in a probe: bf16 if the base is kept in bf16, else fp32."""
         return torch.bfloat16 if self.adapters is not None and self.keeps_base_in_bf16 else torch.float32
 
     def _compact(self) -> None:
@@ -82,7 +82,7 @@ class LoadedModel(NamedTuple):
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Load whole parameters onto the device, and check that the model supports packing; return the masters by name.
+        """Load the model onto the device and check that it supports packing; return masters on the host by name.
 
         With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
         host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.
@@ -102,7 +102,7 @@ class LoadedModel(NamedTuple):
         return found
 
     def use_bf16_in_passes(self) -> frozenset[str]:
-        """Let parameters hold bf16 in passes, where autocast would round them to it; return their names.
+        """Convert to bf16 those parameters that autocast would round in every pass anyway; return their names.
 
         Their gradients are accumulated in fp32.
         """
@@ -123,7 +123,7 @@ class LoadedModel(NamedTuple):
         compute: torch.dtype,
         experts: ExpertWeights = ExpertWeights.GATHERED,
     ) -> ShardedModel:
-        """Shard the model over the mesh and load this process's rows; the result has not been probed yet.
+        """Shard the model over the mesh and load this process's rows; the caller must probe the result.
 
         Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
         """
@@ -171,7 +171,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
     if saved is not None:
         saved.check_kind(has_adapters=lora is not None)
-    # The values of a sharded state are read later, once parameters have a target.
+    # The values of a sharded state are read later, when parameters get memory.
     is_whole = saved is not None and lora is None and saved.shards is None
     source = saved.model_path if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
@@ -192,12 +192,12 @@ def load(spec: TrainerSpec) -> LoadedModel:
 
 
 def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
-    """Seed adapters' dropout by step and rank only, so that resumed multi-process runs drop the same inputs."""
+    """Seed the adapters' dropout from step and rank only, so that a resumed run drops the same inputs."""
     torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
 
 
 def refuse_device(device: Device) -> None:
-    """Raise SpecError for a device that torch does not support here."""
+    """Raise SpecError for a device that torch does not support on this machine."""
     if device is Device.TPU:
         raise SpecError("the torch trainer runs on auto, cpu or cuda, got the device tpu; use trainer.type jax")
     if device is Device.CUDA and not torch.cuda.is_available():
@@ -226,7 +226,7 @@ def _load(
 
 
 def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
-    """Return the weights that only autocast's linear layers use, which the device can hold in bf16.
+    """Return the weights that only linear layers under autocast use; the device can hold these in bf16.
 
     Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
     converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second copy. Embeddings,
@@ -242,7 +242,7 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Make parameters bf16 and return their fp32 masters on the host; `device` will hold the parameters."""
+    """Convert parameters to bf16, and return fp32 masters on the host; `device` is the parameters' target."""
     masters = {}
     for name, parameter in parameters.items():
         pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels

@@ -2,9 +2,9 @@
 
     dp_replicate   whole copies of the model; gradients are summed over them (DDP)
     dp_shard       processes that divide a copy by rows (FSDP); together with dp_replicate this is HSDP
-    cp             processes that share a micro-batch, each with a part of its tokens; they divide rows, too
+    cp             processes that share a micro-batch, each with a part of its tokens; they also divide rows
 
-Neighbouring processes share tokens: process r computes part r // cp of the trainer's `width`, and holds shard r %
+Neighbouring processes share a micro-batch: process r works on micro-batch r // cp of each round, and holds shard r %
 (dp_shard · cp) of copy r // (dp_shard · cp).
 """
 
@@ -18,7 +18,7 @@ from trainer_contract.errors import SpecError
 
 
 class GradientSum(StrEnum):
-    """The gradients that a process holds between the backward passes of a step."""
+    """The part of the gradient that a process holds between the backward passes of a step."""
 
     WHOLE = "whole"
     """The whole gradient, reduced once in the last pass: least communication."""
@@ -27,7 +27,7 @@ class GradientSum(StrEnum):
 
 
 class ExpertWeights(StrEnum):
-    """Placement of a layer's experts during computation."""
+    """The place where the experts of a layer are computed."""
 
     GATHERED = "gathered"
     """Gathered on each process for its own tokens, like any weight."""
@@ -55,11 +55,11 @@ class ProcessMesh:
 
     @property
     def shards(self) -> int:
-        """The number of processes that divide a copy of the model."""
+        """The number of processes over which a copy of the model is divided."""
         return self.dp_shard * self.cp
 
     def rows_of(self, rank: int, length: int) -> slice:
-        """Return the rows on this process of a parameter with `length` rows, as `fully_shard` divides them."""
+        """Return the rows that process `rank` holds of a parameter with `length` rows, as `fully_shard` divides it."""
         chunk = -(-length // self.shards)
         start = min(rank % self.shards * chunk, length)
         return slice(start, min(start + chunk, length))
@@ -68,8 +68,8 @@ class ProcessMesh:
 def device_index(rank: int, views: Sequence[int], devices: int, local_rank: int | None) -> int:
     """Return the index of a rank's GPU among those that it sees.
 
-    `pipelinerl run` shows each rank only its own GPU. Ranks that a user starts may see the same GPUs; the first of them
-    takes the first, and so on.
+    `pipelinerl run` shows each rank only its own GPU. Ranks that a user starts may see the same GPUs. In this case the
+    first rank uses the first GPU, the second rank the second, and so on.
 
     Args:
         views: for each rank, a number that is equal for ranks of one host with the same visible GPUs.

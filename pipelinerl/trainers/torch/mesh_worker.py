@@ -1,9 +1,9 @@
 """`MeshWorker`, one process's part of a multi-process torch trainer, the same on every rank.
 
-Every rank makes the same passes in the same order, because the others wait for its part of each layer. A rank without a
-micro-batch in a round computes two dummy tokens. An all-reduce before each backward makes all ranks abandon a sequence
-if any loss is not finite. `received` and `deliver` run on the thread of reads, all other methods on the thread of
-passes. `MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
+Every rank makes the same passes in the same order, because the ranks gather each layer together. A rank without a
+micro-batch in a round computes two dummy tokens. An all-reduce before each backward pass makes all ranks abandon the
+micro-batches of a call if any loss is not finite. `received` and `deliver` run on the thread of reads, all other
+methods on the thread of passes. `MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ from trainer_contract.types import (
 
 log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
-#: Number of parameters whose rows are in transit to rank 0.
+#: Maximum number of parameters whose rows a rank sends to rank 0 at the same time.
 _SENT_AT_ONCE: Final = 2
-#: Value that a rank whose loss is finite sends before a backward; larger than the number of any micro-batch.
+#: The value that a rank contributes to the all-reduce before backward if its loss is finite; larger than the number of
+#: any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
 
 
@@ -92,7 +93,8 @@ class MeshWorker:
     gradients: GradientSum
     random: torch_state.RandomState
     model_version: int = 0
-    #: Host memory for rows: one buffer for each in transit to rank 0, and one for saving on another thread.
+    #: Host memory for rows: one buffer for each parameter in transit to rank 0; `save_buffer` is for saving, on another
+    #: thread.
     buffers: tuple[HostBuffer, ...] = field(default_factory=lambda: tuple(HostBuffer() for _ in range(_SENT_AT_ONCE)))
     save_buffer: HostBuffer = field(default_factory=HostBuffer)
 
@@ -124,12 +126,12 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """Return the predictions of this rank's micro-batches, finite or not; ranks that share one return the same."""
+        """Return predictions of this rank's micro-batches, even non-finite ones; ranks of one micro-batch agree."""
         with self._computing_as_engines():
             return self._forward(batches, rounds)
 
     def _computing_as_engines(self) -> AbstractContextManager[None]:
-        """See `TorchWorker`."""
+        """Return a context in which parameters hold the engines' values; see `TorchWorker._computing_as_engines`."""
         rounds = self.loaded.gather_dtype is not torch.float32 and self.spec.head is Head.POLICY
         if not rounds or self.loaded.adapters is not None:
             return nullcontext()
@@ -147,17 +149,18 @@ class MeshWorker:
         return predictions
 
     def forward_at(self, batches: Sequence[MicroBatch], rounds: int, weights: HostWeights | None) -> list[Float32]:
-        """Run `forward` with these weights, which rank 0 sends to the other ranks; they pass None."""
+        """Run `forward` with the given weights. Rank 0 sends them to the other ranks, which pass None."""
         adapters = self.loaded.adapters
-        off = nullcontext() if adapters is None else adapters.off()  # lent weights include merged adapters
+        off = nullcontext() if adapters is None else adapters.off()  # the given weights already include merged adapters
         with off, self.model.lent(self.base_names, self._sent(weights)):
             return self._forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
-        """Accumulate gradients of this rank's micro-batches, each with a token in its loss mask; return the losses.
+        """Accumulate gradients of this rank's micro-batches and return losses; no loss mask may be empty.
 
         Raises:
-            NonFiniteError: raised on every rank; `number` is the first of the round, in round-robin order over ranks.
+            NonFiniteError: raised on every rank. `number` is that of the round's first bad micro-batch, in round-robin
+                order.
         """
         if self.loaded.adapters is None:
             with self._computing_as_engines():
@@ -178,7 +181,7 @@ class MeshWorker:
                 else:
                     loss, stats = _zero_loss(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
                 vote = _SOUND if math.isfinite(stats.loss) else number
-            finally:  # the other ranks wait for this all-reduce, whatever was raised
+            finally:  # even after an error, since the other ranks wait for this all-reduce
                 broken = self._least(vote)
                 if broken != _SOUND:
                     self._abandon_sequence(is_first=turn == 0)
@@ -188,7 +191,7 @@ class MeshWorker:
         return results
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the norm of all shards, then apply and clear the gradient; the norm is the same on every rank."""
+        """Clip by the gradient norm over all shards (equal on every rank), then apply and clear the gradient."""
         shards = self.model.collect_gradient()
         own = float(torch.nn.utils.get_total_norm(shard.grad for shard in shards if shard.grad is not None))
         norm = math.sqrt(self.model.summed_over_shards(own**2))
@@ -207,35 +210,35 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """Names of the parameters without adapters, in the model's order; they come first in all positions."""
+        """The names of all parameters except adapters, in the model's order; their positions come before adapters'."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """Return the parameters as engines receive them."""
+        """Return names, shapes and dtypes of the parameters as engines receive them."""
         dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(self.model.shapes[name]), dtype) for name in self.base_names)
 
     def place_of(self, name: str) -> int:
-        """Return the position of a parameter, as used by `received`."""
+        """Return the position by which `received` and `deliver` identify a parameter."""
         return list(self.model.shapes).index(name)
 
     @property
     def has_moments(self) -> bool:
-        """True if the optimizer has stepped with a gradient."""
+        """True if the optimizer has moments, which it creates in the first step with a gradient."""
         return bool(self.optimizer.state)
 
     def steps_of(self, name: str) -> Tensor:
-        """Return AdamW's step count of this parameter; rank 0 has rows of every parameter."""
+        """Return AdamW's step count of a parameter; call this on rank 0, which has rows of every parameter."""
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
     def bytes_of(self, places: range, kind: GatheredKind) -> int:
-        """Return the bytes that `received` needs for these parameters."""
+        """Return the size in bytes of the block that `received` needs for these parameters."""
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
     def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
-        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0."""
+        """On rank 0, gather the whole parameters at these positions (or their moments) into the block."""
         shapes, dtype = self._shapes(places), self._dtype_of(kind)
         flat = torch.from_numpy(block.memory).view(dtype)
         parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
@@ -256,7 +259,7 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
-        """Send this rank's rows to rank 0, or write them into its memory; called on ranks above 0."""
+        """On ranks above 0, send own rows to rank 0, or write them into rank 0's memory `into`."""
         if self.rank >= self.mesh.shards:
             return
         shapes = self._shapes(places)
@@ -296,7 +299,7 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory, if it has the first copy."""
+        """Write this rank's rows of weights and moments into a state's directory; only the first copy writes."""
         if self.rank >= self.mesh.shards:
             return
         tensors: dict[str, Tensor] = {}
@@ -361,7 +364,7 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """End a sequence whose last backward was skipped; reduce and then drop the accumulated gradients."""
+        """Drop all gradients of a call whose last backward was skipped; accumulated ones must first be reduced."""
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
@@ -376,13 +379,13 @@ class MeshWorker:
 
 @final
 class MeshFollower:
-    """The `ranks.follower.RankWorker` for torch; it returns the results of its own micro-batches to rank 0."""
+    """The torch `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Run the same worker method as rank 0."""
+        """Call the worker's method for this command, which rank 0 calls too."""
         worker = self._worker
         match command:
             case ForwardCommand():

@@ -71,7 +71,7 @@ class TorchOptions:
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """Validate all options but `distributed`; return mesh, adapters and optimizer. Raises SpecError."""
+    """Validate all options except `distributed`; return mesh, LoRA and optimizer options. Raises SpecError."""
     gradients_of(options)
     experts_of(options)
     attention_of(options)
@@ -80,12 +80,12 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
 
 
 def gradients_of(options: Mapping[str, Any]) -> GradientSum:
-    """Return the `gradients` option. Raises SpecError if it is no `GradientSum`."""
+    """Return the option `gradients`. Raises SpecError if it is not a `GradientSum`."""
     return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
 
 
 def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
-    """Return the `experts` option. Raises SpecError if it is no `ExpertWeights`, or needs a sharded model."""
+    """Return the option `experts`. Raises SpecError if it is no `ExpertWeights`, or needs a sharded model."""
     experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
     if experts is ExpertWeights.PARALLEL and mesh_of(options).shards == 1:
         raise SpecError('options.experts = "parallel" needs a sharded model; set options.mesh.dp_shard=2')
@@ -93,7 +93,7 @@ def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
 
 
 def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
-    """Return the `attention` option. Raises SpecError if it is no `SegmentAttention`."""
+    """Return the option `attention`. Raises SpecError if it is not a `SegmentAttention`."""
     return one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention")
 
 
@@ -108,7 +108,7 @@ def compile_of(options: Mapping[str, Any]) -> bool | None:
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
-    """Return the mesh. Raises SpecError if it is impossible, or for unknown options."""
+    """Return the mesh from the options. Raises SpecError if it is impossible, or an option is unknown."""
     refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
     return ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})

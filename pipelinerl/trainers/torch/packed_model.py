@@ -29,10 +29,12 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure, Kernels
 
-#: From this number of parameters on, a GPU's trainer compiles the layers: half a minute that larger models win back.
+#: Number of parameters from which a trainer on a GPU compiles the layers. Compilation takes half a minute, which only
+#: larger models make up for.
 COMPILED_FROM: Final = 10**8
 
-#: Relative tolerance of the probe: covers rounding, far below the effect of a leak between segments.
+#: Relative tolerance of the packing probe, by dtype: above rounding errors, and far below the effect of a leak between
+#: segments.
 _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
@@ -65,9 +67,9 @@ class PackedModel(nn.Module):
 
         Args:
             token_ids: i64 [2, K], the tokens and their positions.
-            segments: plan of the packing.
-            before: reads the N hidden states from which the next token is predicted.
-            chosen: i64 [N], the tokens that came next.
+            segments: plan of attention over the packed segments.
+            before: reads, for each of the N chosen tokens, the hidden state of the token before it.
+            chosen: i64 [N], ids of the tokens whose log-probs are returned.
             temperatures: f32 [N], or None for 1 everywhere.
             routed: integers [K, layers, top_k], the experts that compute the tokens; None lets the routers choose.
         """
@@ -83,15 +85,17 @@ class PackedModel(nn.Module):
             measures=measures,
             logits_at_once=self._logits_at_once,
         )
-        # Not a view: `fully_shard` attaches a hook to the result, which an in-place operation on a view would drop.
+        # `clone`, because `fully_shard` attaches a hook to the result; on a view, an in-place operation would drop the
+        # hook.
         return predictions.clone()
 
     @torch.no_grad()
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Check that the architecture supports packing, and that its output layer is its last operation.
 
-        `products` is the dtype of the trial. Raises SpecError if a layer mixes segments, if the model changes logits
-        after its output layer, which `forward` would miss, or if kernels should be batch-invariant and are not.
+        `products` is the dtype of matmuls in this check. Raises SpecError if a layer mixes segments; if the model
+        changes logits after its output layer, which `forward` would miss; or if kernels should be batch-invariant but
+        are not.
         """
         if self._replay is not None:
             self._replay.tell(None)
@@ -112,7 +116,7 @@ class PackedModel(nn.Module):
             )
 
     def _probed_in_batch(self, count: int, device: torch.device, products: torch.dtype) -> bytes:
-        """Return the logits of a segment that is packed with a second segment of `count` tokens, as bytes."""
+        """Pack a segment with a second one of `count` tokens, and return the first segment's logits as bytes."""
         positions = np.concatenate((np.arange(3), np.arange(count))).astype(np.int32)
         tokens = (positions + 1) % self.model.config.get_text_config().vocab_size
         token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -132,10 +136,10 @@ class PackedModel(nn.Module):
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
-    """Make the first pass compile each layer, except for its attention, for any number of tokens.
+    """Let torch compile each layer, except its attention, for any number of tokens, during the first pass.
 
-    Norms, rotations, gates and conversions then run in few kernels, with the same rounding. Torch compiles nothing
-    around a checkpoint; with checkpointing, each part of a layer is compiled by itself.
+    Compilation fuses norms, rotations, gates and conversions into few kernels, with the same rounding. Torch cannot
+    compile across activation checkpoints; with checkpointing, each child module of a layer is compiled separately.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     for layer in model.modules():
@@ -145,7 +149,7 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model directory's tensors other than parameters; call it before any pass over a sharded model."""
+    """Return the buffers that a model directory stores; call this before any pass over a sharded model."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -163,7 +167,7 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which matmuls use the dtype `products`, with autocast unless it is fp32.
+    """Return a context in which matmuls use the dtype `products`, by autocast unless the dtype is fp32.
 
     Autocast's cache of rounded weights is off, so with checkpointing only one layer's rounded weights exist at once.
     Each use of a weight then has its own gradient, and these are summed in fp32.
@@ -176,7 +180,7 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run the same segment twice in one row; return its tokens and plan. Raises SpecError if the copies differ."""
+    """Run a row with two copies of a segment; return its tokens and plan. Raises SpecError if results differ."""
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -199,7 +203,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """Replace a parameter's storage, also on the meta device; all references to the parameter see the change."""
+    """Give a parameter other storage, even if it is on the meta device; all its references see the change."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     else:
@@ -207,7 +211,7 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class ReadableModel(NamedTuple):
-    """A model with parameters on the meta device and their reader, or a loaded model and None."""
+    """Either a model on the meta device with the reader of its parameters, or a loaded model with None."""
 
     model: PreTrainedModel
     reader: WeightReader | None
@@ -230,14 +234,14 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "jitter_noise"):  # noise on Mixtral's router inputs in train mode
+            if hasattr(module, "jitter_noise"):  # Mixtral adds noise to its routers' inputs in train mode
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
-    model.train(gradient_checkpointing)  # checkpointing needs train mode; otherwise eval mode disables dropout
+    model.train(gradient_checkpointing)  # checkpointing needs train mode; without it, eval mode disables dropout
     return ReadableModel(model, reader)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. transformers 5.17 knows only the older of the two names."""
+    """Make the backward pass recompute each layer. transformers 5.17 has only the older method name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

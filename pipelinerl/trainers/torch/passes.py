@@ -17,12 +17,12 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
-#: `PackedModel.forward`, or a wrapper of it.
+#: `PackedModel.forward`, or a wrapper such as a sharded model.
 Model = Callable[..., Any]
 
 
 class PassSetting(NamedTuple):
-    """The device of passes, the attention planner, and the processes that share a micro-batch's tokens, if any."""
+    """The settings of passes: device, attention planner, and the group of processes that share a micro-batch."""
 
     device: torch.device
     plan_of: Planner = SegmentPlan.of
@@ -30,7 +30,7 @@ class PassSetting(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The objective's differentiable value, and its statistics on the host."""
+    """The result of evaluating an objective: the differentiable loss, and its `LossStats` on the host."""
 
     loss: Tensor
     stats: LossStats
@@ -43,7 +43,7 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return [1 + M, N] on each process of the group: predictions of the tokens `inside` [T], and M measures there."""
+    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`, on the whole group."""
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),
@@ -69,7 +69,7 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return [1 + M, N] for the N requested tokens, from the computed tokens in `own`; None means all of them."""
+    """Return predictions and measures [1 + M, N] of requested tokens, computing only the tokens in `own`."""
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
@@ -109,9 +109,9 @@ def _choices(
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return [K, layers, top_k], the experts for the computed tokens, taken from the row of each next token.
+    """Return the experts [K, layers, top_k] of the computed tokens; the row after a token has its experts.
 
-    A segment's last token and padding, whose outputs are never read, use the first experts.
+    The outputs of padding and of a segment's last token are never read; for these, return the first experts.
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"
@@ -139,13 +139,13 @@ def require_finite(predictions: Float32) -> None:
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """Evaluate the objective on the tokens of the (nonempty) loss mask; the same result on the whole group."""
+    """Evaluate the objective on the tokens in the loss mask, which must not be empty; equal on the whole group."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)
     columns = {**_columns(batch, inside, setting.device), **dict(zip(measures, measured, strict=True))}
     loss: Tensor = objective.evaluate(predictions, columns)
-    # Transfer the loss and its predictions together.
+    # Copy loss and predictions to the host in one transfer.
     host = torch.cat((loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
     evaluated = np.zeros(batch.num_tokens, dtype=np.float32)
     evaluated[inside] = host[1:]
@@ -153,7 +153,7 @@ def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: O
 
 
 def broken_loss(loss: float, number: int) -> NonFiniteError:
-    """Return the error for micro-batch `number`, whose loss is not finite."""
+    """Return the NonFiniteError for micro-batch `number`, whose loss is `loss`."""
     return NonFiniteError(
         f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's log-probs; the "
         "gradient was cleared",

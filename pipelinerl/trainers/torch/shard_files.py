@@ -3,7 +3,8 @@
     shards/00002-of-00004.safetensors    rows of every parameter in fp32, and of <parameter>.exp_avg, .exp_avg_sq
     shards/index.json                    {"shards": 4, "shapes": {parameter: [rows, …]}}
 
-Rows are divided as in `ProcessMesh.rows_of`. Saving gathers nothing, and a process reads only the rows it needs.
+Rows are divided as in `ProcessMesh.rows_of`. Each process saves its rows without gathering, and reads only what it
+needs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer_contract.errors import StateError
 
 _FOLDER: Final = "shards"
 _INDEX: Final = "index.json"
-#: Kind of a parameter's own value, in contrast to its moments.
+#: The kind that stands for a parameter's own value, in contrast to its moments.
 VALUE: Final = "value"
 
 
@@ -36,13 +37,13 @@ def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor
 
 
 def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> None:
-    """Write the index of all shards."""
+    """Write the index file, which has the number of shards and the parameters' shapes."""
     index = {"shards": shards, "shapes": {name: list(shape) for name, shape in shapes.items()}}
     (path / _FOLDER / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def key_of(name: str, kind: str) -> str:
-    """Return the key of a parameter's rows (`VALUE`), or of a moment, in a file."""
+    """Return the name, in a shard's file, of the rows of a parameter (`VALUE`) or of one of its moments."""
     return name if kind == VALUE else f"{name}.{kind}"
 
 
@@ -74,12 +75,12 @@ class ShardFiles:
         return cls(path, mesh, shapes)
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise StateError unless these are the parameters that were saved."""
+        """Raise StateError unless `shapes` has exactly the parameters that were saved."""
         if self.shapes != {name: tuple(shape) for name, shape in shapes.items()}:
             raise StateError(f"the parameters in {self.path} are not those of this model; restore another checkpoint")
 
     def rows(self, name: str, kind: str, wanted: slice) -> Tensor:
-        """Read rows of a parameter, or of one of its moments. Raises StateError."""
+        """Read the `wanted` rows of a parameter or of one of its moments. Raises StateError if damaged."""
         length, *inner = self.shapes[name]
         parts = []
         for rank in range(self.mesh.size):

@@ -1,15 +1,15 @@
 """`ShardedModel`, a packed model whose parameters are sharded over a mesh of processes with torch's `fully_shard`.
 
-Each layer's parameters are gathered at their use and then dropped. Gradients are summed over the processes into fp32
-shards, never averaged, because token weights are computed on the whole batch.
+Each layer's parameters are gathered when the layer computes, and then freed. Gradients are summed over the processes
+into fp32 shards, never averaged, because token weights are computed on the whole batch.
 
-Shards are kept as plain tensors that share memory with the passes, because `named_parameters` shows whole parameters
-during a pass, and `state_dict` would remove them. Other threads read these tensors, which hold the result of the last
-optimizer step even while passes use other weights.
+Shards are kept as plain tensors, which share memory with the model's own. `named_parameters` cannot replace them,
+because it shows whole parameters during a pass; nor can `state_dict`, which would free gathered parameters. Other
+threads read these tensors; they hold the result of the last optimizer step even while passes use other weights.
 
-With expert parallelism, experts are divided by rows, and tokens are sent to the process that holds their expert by
-transformers' `AllToAllEP`: two all-to-alls per layer, which autograd follows. After backward, an expert's gradient
-covers the tokens of all processes that share its copy of the model.
+With expert parallelism, each process holds some experts, and transformers' `AllToAllEP` sends each token to the process
+that holds its expert, by two differentiable all-to-alls per layer. After backward, an expert's gradient covers the
+tokens of all processes that share its copy of the model.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from trainer_contract.errors import SpecError
 dist: Any = torch.distributed
 _SHARD: Final = "dp_shard"
 _COPY: Final = "dp_replicate"
-#: Number of parts of a layer, each gathered by its own command.
+#: Number of parts into which a layer is divided when weights are gathered for engines.
 _PARTS: Final = 4
 
 
 @final
 class ShardedModel:
-    """A sharded model; every process calls it like the model itself, at the same time."""
+    """A sharded model. Every process calls it, at the same time, like the model itself."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class ShardedModel:
         """Shard `model`, which is the same on every process, layer by layer.
 
         Parameters on the meta device get memory on `device`; the caller fills the shards. `compute` is the dtype of
-        matmuls, `parameters` are the model's by external names. Raises SpecError on every process if experts cannot be
-        divided.
+        matmuls, and `parameters` are the model's parameters by their names in model directories. Raises SpecError on
+        every process if experts cannot be divided.
         """
         self.model = model
         named = dict(model.named_weights()) if parameters is None else parameters
@@ -72,8 +72,8 @@ class ShardedModel:
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         sizes = [[each.numel() for each in layer.parameters()] for layer in _layers(model)]
-        #: Elements gathered per command: a quarter of a layer, since one part is read while two others arrive, or its
-        #: largest parameter if that is more.
+        #: Number of elements gathered per command: a quarter of a layer, because one part is read while two others
+        #: arrive; or the layer's largest parameter, if that is larger.
         self.at_once = max((max(*each, sum(each) // _PARTS) for each in sizes), default=0)
         staying = keep_own_experts(model, mesh, device) if experts is ExpertWeights.PARALLEL else set()
         for module in [*_layers(model), model]:
@@ -82,7 +82,7 @@ class ShardedModel:
                 if parameter.is_meta:
                     hold(parameter, torch.empty_like(parameter, device=device))
             fully_shard(module, mesh=self._mesh, ignored_params=staying)
-            for parameter in whole:  # free the memory of remaining references to whole parameters
+            for parameter in whole:  # other references to whole parameters may remain; free their memory
                 parameter.data = parameter.data.new_empty(0)
         register_fsdp_forward_method(model, "probe")
         for part in self._parts():
@@ -90,7 +90,7 @@ class ShardedModel:
             part.set_force_sum_reduction_for_comms(True)
         divided = dict(model.named_parameters())
         self._divided = {name: divided[places[id(parameter)]] for name, parameter in named.items()}
-        #: This process's rows of every parameter, by name; an empty tensor where it has none.
+        #: This process's rows of every parameter, by name. If it has no row of a parameter, the tensor is empty.
         self.shards = {
             name: nn.Parameter(_own(each).detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()
@@ -99,7 +99,7 @@ class ShardedModel:
         self._reading = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """Run `PackedModel.forward`; the result is fp32 whatever the compute dtype."""
+        """Run `PackedModel.forward`; the result is fp32 for any compute dtype."""
         with computing_in(self._compute, self._device):
             return cast(Tensor, self.model(*arguments)).float()
 
@@ -116,25 +116,25 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass; gradients are reduced only if `is_last`, which may be true for every pass."""
+        """Prepare a backward pass. It sums gradients over processes only if `is_last`; several passes may be last."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
-        """Drop weights that passes without gradient left gathered; they would outlive their values."""
+        """Free the weights that passes without gradient left gathered, since they would soon be outdated."""
         for part in self._parts():
             part.reshard()
 
     def abandon(self) -> None:
-        """Discard a pass without backward, and the gradients that earlier sequences accumulated."""
+        """Discard a forward pass that gets no backward pass, and all accumulated gradients."""
         cast(FSDPModule, self.model).reset_iter_state()
         self.discard_gradient()
 
     def collect_gradient(self) -> list[nn.Parameter]:
-        """Return the shards that have a gradient."""
+        """Attach each gradient to its shard, and return the nonempty shards that have one."""
         for name, divided in self._divided.items():
             gradient = None if divided.grad is None else _own(divided.grad)
             if gradient is not None and not isinstance(divided, DTensor) and self._copies is not None:
-                dist.all_reduce(gradient, group=self._copies)  # each copy's experts saw only its own tokens
+                dist.all_reduce(gradient, group=self._copies)  # the experts of a copy processed only this copy's tokens
             self.shards[name].grad = gradient
         return [shard for shard in self.shards.values() if shard.grad is not None and shard.numel()]
 
@@ -144,20 +144,20 @@ class ShardedModel:
             divided.grad = self.shards[name].grad = None
 
     def summed_over_shards(self, number: float) -> float:
-        """Sum a number over shards; the result is the same on every process."""
+        """Sum a number over the processes that hold shards of one copy; equal on every process."""
         total = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Provide this process's rows as the last optimizer step left them, unchanged within the block; any thread."""
+        """Within the block, hold this process's rows as the last optimizer step left them; any thread may call it."""
         with self._reading:
             yield self._lasting
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:
-        """Give these shards other values, requested one by one, and always restore their own afterwards."""
+        """Within the block, give these shards the values that `rows_of` returns, one by one; then restore their own."""
         try:
             for name in names:
                 shard = self.shards[name]
@@ -181,7 +181,7 @@ class ShardedModel:
 
 @cache
 def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
-    """Return the mesh of all processes, cached for the trainers of this process, since each mesh creates groups."""
+    """Return the mesh of all processes. It is cached, because each mesh creates process groups."""
     if dp_replicate == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(_SHARD,))
     return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=(_COPY, _SHARD))
@@ -189,7 +189,7 @@ def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
 
 @cache
 def sequence_group(device_type: str, width: int, cp: int) -> SequenceGroup:
-    """Return the processes that share a micro-batch with this one; cached like `device_mesh`."""
+    """Return the group of processes that share a micro-batch with this one; cached like `device_mesh`."""
     parts = init_device_mesh(device_type, (width, cp), mesh_dim_names=("part", "cp"))
     return SequenceGroup(parts.get_group("cp"), cp, parts.get_local_rank("cp"))
 
@@ -205,10 +205,10 @@ def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
 
 
 def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
-    """Reduce every layer's experts to this process's rows, and make them process the tokens of all processes.
+    """Keep only this process's experts in every layer, and let them process the tokens of all processes.
 
-    Returns the experts' parameters: this process's rows on the device, without values if they were on the meta device.
-    Raises SpecError on every process if tokens cannot be exchanged or experts not divided evenly.
+    Returns the parameters of the kept experts on the device, uninitialised if they were on the meta device. Raises
+    SpecError on every process if tokens cannot be exchanged or experts cannot be divided evenly.
     """
     exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()
@@ -228,7 +228,7 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
 
 
 def _token_exchange() -> Any:
-    try:  # on demand, so that other trainers run with a transformers that lacks it
+    try:  # imported on demand, so that other options work with versions of transformers that lack it
         from transformers.distributed.expert_parallel import AllToAllEP
     except ImportError as error:
         raise SpecError(
@@ -240,7 +240,7 @@ def _token_exchange() -> Any:
 
 @final
 class _TravellingTokens:
-    """Forward of an experts module that sends each token, in autocast's dtype, to its experts' processes and back."""
+    """Replacement for an experts module's forward: send each token to the processes of its experts and back."""
 
     def __init__(self, exchange: Callable[..., Tensor]) -> None:
         self._exchange = exchange

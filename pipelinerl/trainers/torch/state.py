@@ -11,7 +11,7 @@ has `lora`: rank, alpha, targets, and the digest of the base, which is not writt
 With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
 (`shard_files`). `optimizer.safetensors` then has only step counts and random state.
 
-This module checks that the state is complete and belongs to the expected model; digests are the caller's.
+This module checks that the state is complete and of the expected model; its caller verifies digests.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
 MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
-#: The directory of adapters.
+#: Name of the directory of adapters inside a state.
 ADAPTER: Final = "adapter"
-#: Fields of a configuration that do not change the model.
+#: Fields of config.json that do not affect what the model computes.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
 
 
-#: Function that maps a parameter's number of rows to the rows to read.
+#: Function that returns the rows to read of a parameter, given its number of rows.
 RowsOf = Callable[[int], slice]
 
 
@@ -51,14 +51,14 @@ class Saveable(Protocol):
     model: PreTrainedModel
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the model's directory with these values of all its parameters."""
+        """Write the model's directory with `weights` as the values of all parameters."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SavedAdapters:
-    """A function that writes adapters into a new directory, and their fields of `trainer.json`."""
+    """Adapters to save: a function that writes them into a new directory, and their fields in `trainer.json`."""
 
     write: Callable[[Path], None]
     record: Mapping[str, Any]
@@ -74,11 +74,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> Self:
-        """Copy the current state; later draws do not change the copy."""
+        """Return a copy of the generators' current state."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
-        """Reset the generators to this state."""
+        """Set torch's generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
@@ -91,7 +91,7 @@ def _all_rows(length: int) -> slice:
 @final
 @dataclass(frozen=True, slots=True)
 class TorchSavedState:
-    """A state that was read and checked."""
+    """A saved state that was read and checked; weights and shards are read later."""
 
     path: Path
     model_version: int
@@ -110,7 +110,7 @@ class TorchSavedState:
         return self.path / ADAPTER
 
     def check_kind(self, *, has_adapters: bool) -> None:
-        """Raise StateError if adapters would resume as a whole model, or the other way round."""
+        """Raise StateError if a state of adapters would resume as a whole model, or vice versa."""
         if has_adapters and self.lora is None:
             raise StateError(
                 f"the trainer state in {self.path} is of a model that was trained whole; leave trainer.options.lora out"
@@ -141,7 +141,7 @@ class TorchSavedState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's state by parameter, for the rows `rows_of`; {} if never stepped. Raises StateError."""
+        """Return AdamW's state by parameter, only its rows `rows_of`; {} before the first step. Raises StateError."""
         if self.shards is not None:
             self.shards.check(shapes)
         restored: dict[str, dict[str, Tensor]] = {}
@@ -198,7 +198,7 @@ def save_divided(
     head: Head,
     model_version: int,
 ) -> None:
-    """Write the common files of a sharded state, after all shards; `steps` are AdamW's step counts."""
+    """Write those files of a sharded state that exist once, after all shards; `steps` are AdamW's step counts."""
     write_index(path, shards, shapes)
     counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
     save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")
@@ -210,7 +210,7 @@ def _tensors_of(random: RandomState) -> dict[str, Tensor]:
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
-    """Read a state, except its weights. Raises StateError unless it is intact and of this model and head."""
+    """Read a state, except its weights. Raises StateError if it is damaged or of another model or head."""
     record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     try:
         tensors = load_file(path / "optimizer.safetensors")
@@ -229,7 +229,7 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
 
 @contextmanager
 def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
-    """Convert the SpecError of a model that fails to load to a StateError if the model is part of a saved state."""
+    """Turn errors from loading a model into StateError if the model is part of a saved state, else SpecError."""
     try:
         yield
     except (SpecError, SafetensorError) as error:

@@ -1,8 +1,8 @@
 """`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
 
-Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding. On
-CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process uses a `TorchWorker`, several
-processes in `options.mesh` a `MeshLeader` on rank 0.
+Weights and optimizer state are fp32 unless options say otherwise; `Precision.BF16` computes under autocast. Segments
+are packed without padding. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process
+uses a `TorchWorker`, several processes in `options.mesh` a `MeshLeader` on rank 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer_contract.types import (
 
 @final
 class TorchTrainer:
-    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
+    """Implementation of `trainer_contract.trainer.Trainer`, whose docstrings describe the methods."""
 
     def __init__(self) -> None:
         self._state: TorchWorker | MeshLeader | None = None
@@ -47,7 +47,7 @@ class TorchTrainer:
 
     @property
     def width(self) -> int:
-        """The number of parts of the mesh, each of which computes its own micro-batch."""
+        """The number of micro-batches that the mesh computes at once."""
         return self._worker.width
 
     @property
@@ -102,7 +102,7 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors: the trainer's memory for one process and fp32, else gathered on demand."""
+        """Yield detached tensors; they share the trainer's memory if it is one process and sends fp32."""
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

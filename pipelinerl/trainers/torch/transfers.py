@@ -1,4 +1,4 @@
-"""Copies between host and device that send a tensor in its own dtype and convert it on the device, unlike torch."""
+"""Copies between host and device that transfer the smaller dtype and convert on the device, unlike torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the values on the device in this dtype; from pinned memory, without waiting for the copy."""
+    """Copy values to the device, then convert them to `dtype`; copies from pinned memory are asynchronous."""
     return values.to(device, non_blocking=True).to(dtype)
 
 
 @final
 class HostBuffer:
-    """Pinned host memory for one tensor at a time from the device; it is reused and grows with the largest."""
+    """Reusable pinned host memory for copies from the device, one tensor at a time; it grows as needed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values on the host in `dtype`; the result may be this buffer, which the next call overwrites."""
+        """Copy values to the host in `dtype`; the result may share this buffer, which the next call overwrites."""
         if values.device.type == "cpu":
             return values.to(dtype)
         sent = values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values

@@ -30,7 +30,7 @@ from pipelinerl.trainers.torch.packed_model import (
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
-#: Prefix of the names of the head's parameters.
+#: Prefix of the names of the value head's parameters.
 _HEAD: Final = "value_head."
 
 
@@ -69,7 +69,7 @@ class PackedValueModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Return values f32 [1, N] of the states before the `chosen` tokens; arguments as `PackedModel.forward`."""
+        """Return values f32 [1, N] of the states before the chosen tokens; arguments as in `PackedModel.forward`."""
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -87,7 +87,7 @@ class PackedValueModel(nn.Module):
             yield f"{_HEAD}{name}", parameter
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a value model's directory with these parameter values."""
+        """Write a value model's directory with `weights` as the values of all parameters."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
         save_model(self.model, path, {**self._buffers_saved, **trunk})

@@ -62,14 +62,14 @@ class TorchWorker:
     optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
-    #: Storage of the trained values; parameters use other storage while other weights are lent to them.
+    #: The trained values. Parameters share this storage, except while `_lent` gives them other weights.
     own: Mapping[str, Tensor]
-    #: fp32 values on the host of the tensors in `own` that are bf16.
+    #: fp32 masters on the host, by name, of those tensors in `own` that are bf16.
     masters: Mapping[str, Tensor]
     random: torch_state.RandomState
-    #: Parameters of the optimizer by name: all of `own`, or adapters.
+    #: The parameters that the optimizer trains, by name: all of `own`, or adapters.
     trained: Mapping[str, torch.nn.Parameter]
-    #: Parameters that passes under autocast use in bf16 alone.
+    #: Names of the parameters that passes use only in bf16, because autocast would round them anyway.
     narrow: frozenset[str] = frozenset()
     #: A policy's weights of this version as engines hold them. They are made with the version, before a publication on
     #: a stream of its own reads them.
@@ -78,7 +78,8 @@ class TorchWorker:
     base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
-    #: None if weights are sent in fp32, and for adapters, whose merged weights exist only while they are sent.
+    #: Probe of the rounding to the engines' dtype. None if weights are sent in fp32, and for adapters, whose merged
+    #: weights exist only while they are sent.
     probe: UpdateProbe | None = None
 
     @classmethod
@@ -166,10 +167,10 @@ class TorchWorker:
         return predictions
 
     def _computing_as_engines(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters hold the weights as engines do.
+        """Return a context in which the parameters have the same rounded values as in the engines.
 
-        Engines that round weights sample from another policy than the fp32 weights. The gradient ignores the rounding
-        (straight-through). Adapters are merged before rounding, so a trainer with adapters computes with its own.
+        An engine with rounded weights samples from another policy than the fp32 weights define. The gradient ignores
+        the rounding (straight-through). With adapters nothing changes, since engines round merged weights.
         """
         if self.gather_dtype is torch.float32 or not self.served:
             return nullcontext()
@@ -187,7 +188,7 @@ class TorchWorker:
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
-        off = nullcontext() if self.adapters is None else self.adapters.off()  # lent weights include merged adapters
+        off = nullcontext() if self.adapters is None else self.adapters.off()  # `weights` include merged adapters
 
         def held(name: str, own: Tensor) -> Tensor:
             return torch.from_numpy(weights[name]).view(self.gather_dtype).view(own.shape)
@@ -279,7 +280,8 @@ class TorchWorker:
 
 
 def _accelerator(spec: TrainerSpec) -> Accelerator:
-    # accelerate keeps one state per process, which its trainers share, and rejects a second precision.
+    # accelerate keeps one state per process and rejects a second precision; reset it, so that trainers of one process
+    # may differ.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
     uncached = AutocastKwargs(cache_enabled=False)  # `computing_in` explains why
@@ -301,9 +303,9 @@ def _lent(
     *,
     narrow: Collection[str],
 ) -> Iterator[None]:
-    """Temporarily give each parameter other values; gradients and optimizer state are unaffected.
+    """Within the block, give each parameter other values; gradients and optimizer state do not change.
 
-    `values_of` returns the values, from a parameter's name and its own values. Parameters in `narrow` hold bf16.
+    `values_of` maps a parameter's name and own values to the other values. Parameters in `narrow` get bf16.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

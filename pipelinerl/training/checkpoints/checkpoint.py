@@ -11,10 +11,11 @@
     capture   before the weights change  write weights and states to a hidden directory, at page-cache speed
     commit    any time later             digest, manifest, sync, rename, sync the parent, prune
 
-Both stages run in parallel with training, which waits only for the capture before it changes weights. Partial and
-damaged checkpoints are skipped with an error in the log; if none is complete, the run is rejected, so it cannot
-silently restart from scratch. A trainer that resumes from an older checkpoint renames damaged newer ones to
-damaged-e<its epoch>-step-000100; these are never removed.
+Both stages run in parallel with training, which waits only for the capture before it changes weights. An epoch is one
+incarnation of the trainer; later epochs fence earlier ones. Partial and damaged checkpoints are skipped with an error
+in the log. If checkpoints exist but none is complete, the run fails, so that it cannot silently restart from scratch. A
+trainer that resumes from an older checkpoint renames damaged newer ones to damaged-e<its epoch>-step-000100; these are
+never removed.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-#: Stands for no checkpoint; lower than every version.
+#: Version that stands for "no checkpoint"; lower than every real version.
 _NONE: Final = -1
-#: Name prefix of a checkpoint while another one of the same step replaces it.
+#: Prefix of a checkpoint's name while a new checkpoint of the same step replaces it.
 _REPLACED: Final = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """State that is written but not yet a checkpoint; further training does not change it."""
+    """A copy of the training state on disk that `commit` will turn into a checkpoint; training does not change it."""
 
     state: TrainingState
     directory: Path
@@ -65,7 +66,7 @@ class Capture:
 
 @final
 class CheckpointStore:
-    """Checkpoints of one run below `directory`: the newest `keep` and the best `keep_best` (see `Retention`)."""
+    """The checkpoints of one run in `directory`. It keeps the newest `keep` and the best `keep_best` (`Retention`)."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class CheckpointStore:
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Exclude trainers of earlier epochs, and rename damaged checkpoints above the loaded one.
+        """Exclude trainers of earlier epochs, and rename damaged checkpoints that are newer than the loaded one.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -118,16 +119,17 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights, and the states that `parts` write by directory name. Raises FencedError."""
+        """Write the current weights, and the states of `parts` into directories by name. Raises FencedError."""
         with self._fence.held(state.epoch):
-            for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
+            # Unfinished directories of a trainer that was killed or fenced.
+            for abandoned in self.directory.glob(".*-step-*"):
                 with _as_far_as_it_goes(abandoned):
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
         with ExitStack() as undone:
             undone.callback(
                 shutil.rmtree, temporary, ignore_errors=True
-            )  # after an error such as a full disk, free the space
+            )  # after an error, such as a full disk, free the space
             temporary.mkdir(parents=True)
             write_weights(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
@@ -137,7 +139,7 @@ class CheckpointStore:
         return Capture(state, temporary)
 
     def commit(self, capture: Capture) -> Path:
-        """Make a capture the checkpoint of its step and prune old ones; return its directory once it is durable.
+        """Make a capture the checkpoint of its step, and prune old ones; return the durable checkpoint's directory.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -147,7 +149,8 @@ class CheckpointStore:
         state, temporary = capture.state, capture.directory
         final_path = self.directory / _name(state.model_version)
         replaced = self.directory / f"{_REPLACED}{final_path.name}"
-        in_place = not temporary.exists() and _is_of(final_path, state)  # an earlier attempt failed after the rename
+        # True if an earlier attempt failed after the rename.
+        in_place = not temporary.exists() and _is_of(final_path, state)
         if not in_place:
             with self._fence.blamed(state.epoch):
                 copy_model_files(self._model_directory, temporary)
@@ -155,7 +158,7 @@ class CheckpointStore:
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
             if not in_place:
-                if final_path.exists():  # an abandoned epoch saved this step, or the run stops where it saved
+                if final_path.exists():  # saved by an abandoned epoch, or just before the run stopped
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)
@@ -166,12 +169,12 @@ class CheckpointStore:
         return final_path
 
     def copy(self, path: Path) -> None:
-        """Copy a checkpoint to the run's remote location, if it has one. Raises like `CheckpointCopies.save`."""
+        """Copy a checkpoint to the run's remote location, if any. Raises the errors of `CheckpointCopies.save`."""
         if self._copies is not None:
             self._copies.save(path)
 
     def all(self) -> list[Path]:
-        """Return the directories with a final name, oldest first. Raises OSError if they cannot be listed."""
+        """Return the directories of all committed checkpoints, oldest first. Raises OSError if listing fails."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
@@ -195,7 +198,7 @@ class CheckpointStore:
             else:
                 self._found = _version(path)
                 return path, state
-        if paths and self.all() != paths:  # the previous trainer is still alive and has pruned checkpoints meanwhile
+        if paths and self.all() != paths:  # the previous trainer is alive, and has meanwhile pruned checkpoints
             return self.latest()
         if paths:
             raise RunFailed(
@@ -205,7 +208,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Restore checkpoints that a trainer renamed to replace them, before it was killed."""
+        """Rename back checkpoints that a trainer had renamed to replace them, if it was killed before it did."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -213,7 +216,7 @@ class CheckpointStore:
                     replaced.rename(final_path)
 
     def oldest_kept_offsets(self) -> dict[str, str]:
-        """Return the stream positions before which no resumable checkpoint needs to read."""
+        """Return the stream positions from which the oldest resumable checkpoint would continue to read."""
         resumable = set(self._retention.resumable(map(_version, self.all())))
         for path in self.all():
             if _version(path) in resumable:
@@ -227,13 +230,13 @@ class CheckpointStore:
         paths = {_version(path): path for path in self.all()}
         for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
             path = paths[version]
-            removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not have a final name
+            removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not count as one
             with _as_far_as_it_goes(path):
                 shutil.rmtree(path.rename(removed))
 
 
 def copy_model_files(model: Path, target: Path) -> None:
-    """Copy the files of a model directory other than its weights. Raises OSError."""
+    """Copy all files of a model directory except its weights. Raises OSError."""
     for source in sorted(model.iterdir()):
         weights = source.suffix in {".safetensors", ".bin", ".pt", ".pth"} or source.name.endswith(".index.json")
         if source.is_file() and not weights and source.name != MANIFEST:
@@ -241,7 +244,7 @@ def copy_model_files(model: Path, target: Path) -> None:
 
 
 def load(path: Path) -> TrainingState:
-    """Verify a checkpoint and return its state. Raises CheckpointError, which names a missing or changed file."""
+    """Verify a checkpoint and return its state. Raises CheckpointError if a file is missing or has changed."""
     manifest = Manifest.read(path)
     manifest.verify(path)
     return manifest.state
@@ -257,7 +260,7 @@ def _is_of(path: Path, state: TrainingState) -> bool:
 
 @contextmanager
 def _as_far_as_it_goes(path: Path) -> Iterator[None]:
-    """Log a failed removal instead of raising; later checkpoints retry it."""
+    """Log a failed removal in the block instead of raising; later checkpoints retry the removal."""
     try:
         yield
     except OSError as error:
@@ -280,7 +283,7 @@ def _digests(directory: Path) -> dict[str, str]:
 def _sync_tree(directory: Path) -> None:
     """Sync all files and directories to disk; on failure, remove them and raise CheckpointError.
 
-    Retrying is unsafe: the system may have dropped unwritten data, and a second sync may report success.
+    Retrying is unsafe: the system may have dropped unwritten data, and a second sync may wrongly report success.
     """
     try:
         for path in directory.rglob("*"):
@@ -296,7 +299,7 @@ _POLL_S: Final = 0.02
 
 @final
 class CheckpointFence:
-    """Lock and epoch of a checkpoint directory, which exclude trainers of earlier epochs."""
+    """The lock and the claimed epoch of a checkpoint directory; together they exclude trainers of earlier epochs."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
         self._directory = directory
@@ -306,7 +309,7 @@ class CheckpointFence:
 
     @property
     def epoch(self) -> int:
-        """The claimed epoch; 0 before the first claim."""
+        """The latest epoch that has claimed the directory; 0 before the first claim."""
         try:
             return int(self._claim.read_text())
         except FileNotFoundError:
@@ -321,7 +324,7 @@ class CheckpointFence:
             )
 
     def claim(self, epoch: int) -> None:
-        """Exclude every earlier epoch. Raises like `held`."""
+        """Claim the directory for `epoch`, which excludes all earlier epochs. Raises the errors of `held`."""
         with self.held(epoch):
             draft = self._claim.with_name(f"{self._claim.name}.new")
             with draft.open("w") as file:
@@ -332,7 +335,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError if the block fails because a later epoch has removed files that it uses."""
+        """Raise FencedError if the block fails after a later epoch claimed the directory, which may remove files."""
         self.check(epoch)
         try:
             yield
@@ -348,7 +351,8 @@ class CheckpointFence:
         long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
-        # filelock can fall back to a plain lock file, which would outlive a holder on another machine.
+        # No fallback: filelock could use a plain lock file, which would remain after its holder on another machine
+        # died.
         lock = FileLock(self._lock, self._deadline_s, mode=0o600, poll_interval=_POLL_S, fallback_to_soft=False)
         try:
             held = lock.acquire()
@@ -370,17 +374,19 @@ class CheckpointFence:
 # | capture | a separate thread: read the trainer's state, write it | the disk, as above |
 # | settle | a separate thread: sync, rename, copy | the disk and the remote location, as above |
 #
-# Training blocks on the first stage, and on the part of the capture that the next step's passes do not overlap. The
-# capture reads weights and moments during these passes; they may change only after `captured` has returned.
+# Training waits for the first stage, and for the capture if it takes longer than the next step's passes. The capture
+# reads weights and moments during these passes; they may change only after `captured` has returned.
 #
-# Transient failures (a full disk, an unreachable object store) are reported to the controller and retried. Training
-# continues until the next checkpoint is due, then waits; a kill loses nothing, since streams keep everything after the
-# last durable checkpoint. After `deadline_s` the checkpoint fails. Permanent errors are raised at once.
+# Transient failures (a full disk, an unreachable object store) are reported to the controller and retried until
+# `deadline_s`. Meanwhile training continues until the next checkpoint is due, then waits. If the trainer is killed,
+# nothing is lost, since streams keep everything after the last durable checkpoint. Permanent errors are raised
+# immediately.
 
-#: First and longest pause between two attempts.
+#: First and longest pause between two attempts to write a checkpoint, in seconds.
 _FIRST_RETRY_S: Final = 0.1
 _RETRY_S: Final = 5.0
-#: Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
+#: Errors that are not retried. Any other error may come from the disk or the network, since libraries raise various
+#: types.
 _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeError, LookupError, TypeError)
 T = TypeVar("T")
 
@@ -399,7 +405,8 @@ class Checkpointing:
     ) -> None:
         """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        `trim` is called after each checkpoint with stream positions and the epoch, which never reads before them.
+        After each checkpoint, `trim` is called with the epoch and with stream positions; no checkpoint reads before
+        these.
         """
         self._store = store
         self._report = report
@@ -411,7 +418,7 @@ class Checkpointing:
         self._thread: Future[Any] | None = None
 
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
-        """Start a capture on another thread, once the previous checkpoint is durable. Raises the error if it failed."""
+        """Wait until the previous checkpoint is durable (or raise its error), then start `capture` on a thread."""
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began
@@ -419,7 +426,7 @@ class Checkpointing:
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
-        """Wait until the capture no longer reads the trainer, whose state may then change. Raises like `begin`."""
+        """Wait until the capture no longer reads the trainer; its state may then change. Raises the capture's error."""
         if self._capturing is None:
             return
         began, capturing, self._capturing = time.monotonic(), self._capturing, None
@@ -429,7 +436,7 @@ class Checkpointing:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait until the current checkpoint is durable and reported. Raises like `begin`."""
+        """Wait until the current checkpoint is durable and reported. Raises its error if it failed."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
             await task
@@ -464,7 +471,7 @@ class Checkpointing:
             try:
                 await asyncio.wait({trial})
             finally:
-                trial.cancel()  # matters if this task is cancelled; a thread that has started continues
+                trial.cancel()  # in case this task is cancelled; a thread that has started continues
             error = trial.exception()
             if error is None:
                 return trial.result()

@@ -6,8 +6,8 @@
         run/recipe.toml, run/events.jsonl         the other files needed to resume the run and to report on it
         manifest.json                             written last; without it the folder is not a checkpoint
 
-The location is a directory, or any URL that fsspec supports. Object stores have no rename, so each upload has its own
-folder, which counts only once it has a manifest. Every call blocks.
+The location is a directory, or any URL that fsspec supports. Object stores cannot rename, so each upload has its own
+folder, which counts only when it has a manifest. All methods block until they are done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipelinerl.training.checkpoints.manifest import (
 log = logging.getLogger("pipelinerl")
 
 _FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
-#: Folder of the run's own files.
+#: Name of the folder, inside a copy, of the files that describe the run.
 RUN: Final = "run"
 
 
@@ -47,7 +47,7 @@ class Copy:
 
     @property
     def name(self) -> str:
-        """The directory name of the same checkpoint on local disk."""
+        """The name that the checkpoint's directory has on local disk."""
         return self.folder.split("-e")[0]
 
 
@@ -55,7 +55,7 @@ class Copy:
 class CheckpointCopies:
     """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 
-    Existing files of `run_files` are copied in their current state, with secrets removed (`without_secrets`).
+    Each copy also includes those of `run_files` that exist, as they are then, with secrets removed (`without_secrets`).
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -70,7 +70,7 @@ class CheckpointCopies:
         Raises:
             CheckpointError: the checkpoint has no manifest.
             FencedError: a trainer of a later epoch copies here.
-            OSError: or any other error of the library behind the URL; the call can be retried.
+            OSError: the copy failed (the URL's library may raise other errors, too); the call can be retried.
         """
         local = Manifest.read(path)
         self._raise_if_fenced(local.state)
@@ -118,7 +118,7 @@ class CheckpointCopies:
             raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier attempt, or a new one that sorts after all of this version and epoch."""
+        """Return the folder of an earlier attempt, or a new name that sorts after all folders of version and epoch."""
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:
@@ -134,7 +134,7 @@ class CheckpointCopies:
                 )
 
     def _prune(self, newest: TrainingState) -> None:
-        """Keep the latest complete copy of each retained version; remove all versions above the newest."""
+        """Remove all copies except the latest complete one of each retained version up to that of `newest`."""
         self._raise_if_fenced(newest)  # a later trainer may have started during the upload
         whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
         latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}
@@ -143,7 +143,8 @@ class CheckpointCopies:
             if _order(folder)[1] > newest.model_version:
                 log.warning("%s/%s is removed: the run continued from an earlier checkpoint", self.url, folder)
         for folder in set(self._folders()) - stays:
-            self._place.remove(f"{folder}/{MANIFEST}")  # first, so that a partly removed copy does not count
+            # The manifest first, so that a partly removed copy does not count.
+            self._place.remove(f"{folder}/{MANIFEST}")
             self._place.remove(folder)
 
     def _folders(self) -> list[str]:

@@ -2,7 +2,7 @@
 
     {"format": 2, "state": {…}, "files": {"model.safetensors": "<XXH3-128>", …}, "digest": "<of all that>"}
 
-It has the digest of every file and its own digest, so damage to a checkpoint is detected; an adversary is not.
+It has the digest of every file and its own digest. These detect damage, but not deliberate changes, to a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Number of bytes read and hashed at once; a block stays in the CPU cache in between.
+#: Number of bytes per block that is read and then hashed; a block stays in the CPU cache between the two.
 _BLOCK_BYTES: Final = 2**18
 
 
@@ -32,11 +32,12 @@ class TrainingState:
 
     Attributes:
         offsets: stream positions to resume reading from.
-        ledger: completed orders (`ConsumedLedger.to_record`).
-        controller: the controller's snapshot at the same step boundary.
-        kl_coefficient: β, if it is controlled.
-        baselines: average rewards by role, if the advantages read them.
-        epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
+        ledger: the orders that have ended (`ConsumedLedger.to_record`).
+        controller: the controller's state after the same step.
+        kl_coefficient: the current β, if a `KLController` adjusts it.
+        baselines: average rewards by role, if advantages use them (`RoleBaseline`).
+        epochs: the `Lineage` as [epoch, version at which it began], the trainer's own epoch last; empty in older
+            checkpoints.
         solved: `SolvedProblems` reports that the controller has not acknowledged.
     """
 
@@ -52,7 +53,7 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Lower bounds of accuracy on the first evaluation set, by model version."""
+        """Accuracies on the first evaluation set by model version; problems without an answer count as wrong."""
         of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
         shown = {int(one["model_version"]): one.get("at_least") for one in of_first}
         return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}
@@ -67,7 +68,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The digest of state and file digests."""
+        """The manifest's own digest, which covers the state and the digests of all files."""
         return digest_of_bytes(json.dumps(self._record(), sort_keys=True).encode())
 
     @property
@@ -77,7 +78,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the manifest of the checkpoint in the directory `path`. Raises like `parse`."""
+        """Read the manifest of the checkpoint in the directory `path`. Raises the errors of `parse`."""
         try:
             text = (path / MANIFEST).read_bytes()
         except OSError as error:
@@ -86,7 +87,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, *, where: str) -> Self:
-        """Parse and verify a manifest. Raises CheckpointError, beginning with `where`, if any byte has changed."""
+        """Parse and verify a manifest. Raises CheckpointError, naming `where`, if any byte has changed."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -102,7 +103,7 @@ class Manifest:
         return manifest
 
     def verify(self, path: Path) -> None:
-        """Verify every file of the checkpoint in `path`. Raises CheckpointError for a missing or changed file."""
+        """Verify every file of the checkpoint in `path`. Raises CheckpointError if one is missing or has changed."""
         for name, digest in self.files.items():
             try:
                 found = digest_of(path / name)
@@ -112,11 +113,11 @@ class Manifest:
                 raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
 
     def _record(self) -> dict[str, Any]:
-        """Return the record after a JSON round trip, which turns integer keys into strings."""
+        """Return the manifest's content after a JSON round trip, which turns integer keys into strings."""
         state = asdict(self.state)
         for name in ("epochs", "solved", "baselines"):
             if not state[name]:
-                del state[name]  # so that manifests written before these fields existed keep their bytes
+                del state[name]  # so that manifests from before these fields existed keep their digest
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 
@@ -133,7 +134,7 @@ def digest_of(path: Path) -> str:
 
 
 class Source(Protocol):
-    """A raw or buffered file."""
+    """Interface of a file to read, raw or buffered."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
         """Read into the buffer; return the number of bytes, 0 at the end."""
@@ -141,7 +142,7 @@ class Source(Protocol):
 
 
 def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
-    """Read `source` to its end and return its XXH3-128 digest; write all data to `target` if given."""
+    """Read `source` to its end and return the XXH3-128 digest; if `target` is given, write all data to it."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := source.readinto(block):
@@ -152,9 +153,10 @@ def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
 
 
 def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
-    """Write arrays of any library, or raw bytes; `layout` gives their dtypes and shapes. Raises OSError."""
+    """Write weights (arrays of any library, or raw bytes) with the dtypes and shapes of `layout`. Raises OSError."""
     infos = {info.name: info for info in layout}
-    buffers = {name: bytes_of(array) for name, array in weights}  # kept alive: `serialize_file` reads their addresses
+    # Buffers must stay alive, because `serialize_file` reads from their addresses.
+    buffers = {name: bytes_of(array) for name, array in weights}
     specs = {
         name: TensorSpec(
             dtype=infos[name].dtype, shape=infos[name].shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
@@ -172,11 +174,11 @@ class Retention:
     keep_best: int = 0
 
     def resumable(self, versions: Iterable[int]) -> list[int]:
-        """Return the versions kept for resuming, ascending."""
+        """Return the newest `keep` versions, from which a run can resume, ascending."""
         return sorted(set(versions))[-self.keep :]
 
     def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Return the versions to keep, given the known accuracies by version; a tie goes to the later version."""
+        """Return the versions to keep, given known accuracies by version; of equal accuracies the later is better."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []

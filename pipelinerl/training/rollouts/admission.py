@@ -1,11 +1,13 @@
-"""Admission of rollout groups to training: the staleness bound k, duplicates, signal, and the ledger of all groups.
+"""Admission of rollout groups to training, by staleness (the bound k), duplicates and signal; and their ledger.
 
-Pure. Each group that is read ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a
-skipped step); an order can also fail without a group. Duplicates, and groups sampled by abandoned weights, are not
-counted; orders of the latter are issued again. The ledger stores a frontier and the ended orders beyond it.
+An order is the controller's request for one group, and a group's index is that of its order. Each group that is read
+ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a skipped step); an order may
+also fail without a group. Duplicates, and groups that abandoned weights sampled, are not counted; orders of the latter
+are issued again. The ledger stores a frontier, below which all orders have ended, and the ended orders beyond it. This
+module does no I/O.
 
-Groups with only right answers are reported to the controller, which then skips such problems for a while
-(`controller/state/cooldown.py`). Checkpoints include unacknowledged reports.
+Groups with only correct answers are reported to the controller, which then skips their problems for a while
+(`controller/state/cooldown.py`). Checkpoints include reports that the controller has not acknowledged.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
 
-#: Fewest rollouts of a group that train if its other rollouts are too old.
+#: Minimum number of fresh rollouts with which a group still trains if its other rollouts are too old.
 LEAST_LEFT: Final = 2
-#: Order and problem id of groups, by domain.
+#: Pairs (order, problem id) of groups, by domain.
 Pairs = dict[str, list[tuple[int, str]]]
 
 
@@ -43,10 +45,11 @@ class GroupOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The sequence of weights that this trainer continues: its epoch and first version, and those of `earlier` epochs.
+    """The sequence of weights that this trainer continues: its epoch and first version, and those of `earlier` ones.
 
-    Weights of an earlier epoch are ancestors up to the lowest version at which any later epoch began; the epoch's later
-    weights are abandoned. Epochs that left no checkpoint need no entry: later epochs began at or below their beginning.
+    An epoch is one incarnation of the trainer. Weights of an earlier epoch are ancestors of the current ones up to the
+    lowest version at which a later epoch began; its newer weights are abandoned. Epochs without a checkpoint need no
+    entry, because none of their own weights are ancestors.
     """
 
     epoch: int
@@ -55,18 +58,18 @@ class Lineage:
 
     @property
     def epochs(self) -> tuple[tuple[int, int], ...]:
-        """Every (epoch, version at which it began), this trainer's last."""
+        """Each epoch as (epoch, version at which it began), ending with this trainer's."""
         return (*self.earlier, (self.epoch, self.began_at))
 
     def includes(self, group: RolloutGroup) -> bool:
-        """Return whether ancestors of the current weights sampled all tokens of the group."""
+        """Return whether all tokens of the group were sampled by ancestors of the current weights."""
         return all(
             rollout.epoch >= self.epoch or rollout.newest_version <= self._newest_of(rollout.epoch)
             for rollout in group.rollouts
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group's order was issued in this lineage, and not for a step that was lost."""
+        """Return whether the group's order was issued in this lineage, for a step that was not lost."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 
@@ -101,13 +104,13 @@ class ConsumedLedger:
             self.frontier += 1
 
     def revise(self, indices: Iterable[int], *, before: GroupOutcome, after: GroupOutcome) -> None:
-        """Change the outcome of orders that were settled as `before` to `after`."""
+        """Change the recorded outcome of these orders from `before` to `after`."""
         number = len(list(indices))
         self.counts[before] -= number
         self.counts[after] += number
 
     def to_record(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+        """Return the ledger as plain values, which a checkpoint can save."""
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
@@ -116,24 +119,24 @@ class ConsumedLedger:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Return the ledger of a record that `to_record` returned."""
+        """Rebuild the ledger from a record that `to_record` returned."""
         counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 
 @final
 class SolvedProblems:
-    """The orders of groups with only right answers, in the order in which they ended."""
+    """The orders whose groups had only correct answers, oldest first."""
 
     def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
-        """Create the list; `restored` is `pending` from a checkpoint."""
+        """Create the list; `restored` is the value of `pending` that a checkpoint contains."""
         self._waiting: list[tuple[str, int, str]] = [
             (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
         ]
         self._reported: tuple[str, int] = ("", 0)
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Record groups that were trained or filtered; groups with an unjudged answer are not counted as solved."""
+        """Record those groups, trained or filtered, whose answers are all judged correct."""
         for group in groups:
             if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
                 self._waiting.append((group.domain, group.index, group.problem.problem_id))
@@ -147,44 +150,45 @@ class SolvedProblems:
         return pairs
 
     def report(self, report_id: str) -> Pairs:
-        """Return the pending orders, and remember them as part of the report with this id."""
+        """Return the pending orders, which the caller sends in the report with this id."""
         self._reported = (report_id, len(self._waiting))
         return self.pending
 
     def answered(self, report_id: str) -> None:
-        """Drop the orders of a report that the controller has answered."""
+        """Drop the orders that were in the report with this id, which the controller has answered."""
         if report_id == self._reported[0]:
             del self._waiting[: self._reported[1]]
             self._reported = ("", 0)
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Return whether the judged rewards of the group differ, which a group baseline needs."""
+    """Return whether the judged rollouts of a group have different rewards, as a group baseline needs."""
     rewards = [r.verdict.reward for r in group.rollouts if r.verdict.outcome.is_judgement]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
-    """Return whether rewards, or turn rewards, of judged rollouts differ, which credit by turns needs."""
+    """Return whether judged rollouts differ in their rewards or turn rewards, as credit by turns needs."""
     judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
 
 
 def has_part_signal(group: RolloutGroup) -> bool:
-    """Return whether a part of the rewards differs between judged rollouts, which `Decoupled` needs."""
+    """Return whether judged rollouts differ in a part of their rewards, as `Decoupled` needs."""
     judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return has_signal(group) or len({rollout.verdict.parts for rollout in judged}) > 1
 
 
 def is_judged(group: RolloutGroup) -> bool:
-    """Return whether any rollout has a valid verdict and tokens to train on."""
+    """Return whether at least one rollout of the group has a valid verdict and tokens to train on."""
     return any(_trains(rollout) for rollout in group.rollouts)
 
 
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
     """Return why no trainer can compute a judged group, such as an invalid token id; "" if there is no fault.
 
-    Broken engines, or engines with another model, make such groups. `routing` requires recorded choices of that size.
+    Such groups come from broken engines or from engines with another model. If `routing` is given, recorded expert
+    choices of this shape are required.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:
@@ -199,7 +203,7 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingSha
 
 
 def without_routing(group: RolloutGroup) -> RolloutGroup:
-    """Return the group without recorded routing."""
+    """Return a copy of the group without recorded expert choices."""
     if all(turn.routed_experts is None for rollout in group.rollouts for turn in rollout.turns):
         return group
 
@@ -220,7 +224,7 @@ def fresh_part(
 ) -> RolloutGroup | None:
     """Return the part of the group that may train the step that produces version `producing`, or None.
 
-    In the scope of rollouts, at least `LEAST_LEFT` must remain, since a single one cannot be compared.
+    With `StalenessScope.ROLLOUT`, at least `LEAST_LEFT` rollouts must remain, since a single one has no baseline.
     """
     if not is_stale(group, producing=producing, bounds=bounds):
         return group

@@ -1,14 +1,14 @@
-"""Conversion of a step's groups to micro-batches: weights and advantages on the whole batch, and packing. Pure.
+"""Conversion of a step's groups to micro-batches: weights and advantages on the whole batch, then packing.
 
 Advantages that depend only on rewards are computed before packing, so rollouts without gradient need not be packed.
 Other advantages are computed after the forward passes, still on the whole batch:
 
     build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
 
-The first epoch trains on the micro-batches of the forward passes, so π_θ/π_old starts at exactly 1 where forward and
-backward use the same computation.
+The first epoch trains on the same micro-batches as the forward passes. If forward and backward use the same
+computation, π_θ/π_old therefore starts at exactly 1.
 
-In shapes, B is the number of rollouts of the step, N = Σ lengths their sampled tokens, rollout after rollout.
+In shapes, B is the number of rollouts in the step, and N the number of their sampled tokens, concatenated.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
-#: Function that assigns segments to micro-batches, given their lengths, prompts and rollouts.
+#: Function that assigns segments to micro-batches, given each segment's length, prompt and rollout.
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
 class TokenWeights(Protocol):
-    """A rule for the weights of a mini-batch's tokens."""
+    """A rule for token weights in a mini-batch; `valid` [B] marks the rollouts that belong to it."""
 
     def __call__(self, *, valid: NDArray[np.bool_]) -> Floats:
         """Return the weight [B] of each sampled token of each rollout."""
@@ -59,10 +59,10 @@ class TokenWeights(Protocol):
 
 @runtime_checkable
 class TeachesCritic(Protocol):
-    """An advantage estimator that defines the critic's targets: `GAE`."""
+    """Interface of an advantage estimator that also defines the critic's targets, such as `GAE`."""
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the critic's targets [N]; called like `Advantage.advantages`."""
+        """Return the critic's targets [N]; the arguments are those of `Advantage.advantages`."""
         ...
 
 
@@ -72,9 +72,9 @@ class TrainBatch:
     """The data of one step, and its metrics.
 
     Attributes:
-        learns: [B], False for rollouts without gradient: not judged, or truncated and masked.
-        segments: of all B rollouts.
-        packed: the computed segments in micro-batches; `members` are their numbers.
+        learns: [B], False for rollouts without gradient, which are unjudged, or truncated and masked.
+        segments: the segments of all B rollouts.
+        packed: micro-batches of the segments to compute; `members` are indices into `segments`.
     """
 
     groups: list[RolloutGroup]
@@ -94,13 +94,13 @@ class TrainBatch:
 
     @property
     def optimizer_steps(self) -> range:
-        """The numbers of the planned optimizer steps in the run, from 0; earlier batches count in full."""
+        """The planned optimizer steps, numbered from 0 in the whole run as if no earlier batch had ended early."""
         planned = self.partition.mini_batching.updates
         return range((self.producing - 1) * planned, self.producing * planned)
 
     @property
     def orders(self) -> list[int]:
-        """The order indices of the groups."""
+        """The orders (indices) of the batch's groups."""
         return [group.index for group in self.groups]
 
     @property
@@ -109,7 +109,7 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the sorted order indices of groups with a segment (one of `segments`) in micro-batch `number`."""
+        """Return the orders, sorted, of groups with a segment in micro-batch `number` (only `segments`, if given)."""
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 
@@ -122,14 +122,14 @@ class TrainBatch:
         return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
 
     def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
-        """Return the batch with `micro_batches`, which have the columns of the forward passes."""
+        """Return a copy of the batch with `micro_batches`, which have the columns from forward passes."""
         whole = [
             Packed(completed, packed.members) for completed, packed in zip(micro_batches, self.packed, strict=True)
         ]
         return replace(self, packed=whole)
 
     def mini_batches(self) -> Iterator[MiniBatch]:
-        """Yield each optimizer step's part of the batch, epoch after epoch; all columns must be present."""
+        """Yield the mini-batch of each optimizer step, epoch after epoch; all columns must be present."""
         computed: Mapping[int, MicroBatch] = {}
         for epoch in range(self.partition.mini_batching.epochs):
             for number, portion in enumerate(self.partition.portions(epoch)):
@@ -162,7 +162,7 @@ class TrainBatch:
         return packed
 
     def with_advantages(self, objective: PolicyObjective, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with advantages, and returns for a critic, computed from the passes' columns."""
+        """Return the micro-batches with advantages (and a critic's returns) computed from forward passes' columns."""
         adv = objective.adv
         columns = {name: self._gathered(completed, name) for name in objective.late_columns}
         advantages, streams = adv.advantages(self.scored, columns), self.partition.streams
@@ -188,7 +188,7 @@ class TrainBatch:
 
 
 class MiniBatch(NamedTuple):
-    """One optimizer step's part of a batch: epoch, number within the epoch (from 0), and packed rollouts."""
+    """The part of a batch for one optimizer step: epoch, number within the epoch (from 0), and packed rollouts."""
 
     epoch: int
     number: int
@@ -201,7 +201,7 @@ def teacher(
     truncated: Truncated,
     losses: DomainLosses = ONE_LOSS,
 ) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group has rollouts that learn and, if necessary, a signal."""
+    """Return a function that tells whether a group can contribute a gradient: it needs rollouts and a signal."""
     signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective, losses)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -213,7 +213,7 @@ def teacher(
 
 
 def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group's rewards differ for the objective, if that reads rewards."""
+    """Return a function that tells whether a group's rewards differ, in a way that the objective uses."""
     differs = has_turn_signal if credits_turns(objective.adv) else has_signal
     if isinstance(objective.adv, Decoupled):
         differs = has_part_signal
@@ -239,7 +239,7 @@ def is_masked(rollout: Rollout, truncated: Truncated) -> bool:
 
 def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDArray[np.float32]:
     whole = np.zeros(batch.num_tokens, np.float32)
-    with np.errstate(over="ignore"):  # values beyond fp32 become infinite and `finite_check` reports them
+    with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `finite_check` reports them
         whole[batch.loss_mask] = column[rows]
     return whole
 
@@ -249,8 +249,8 @@ def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDA
 class MiniBatching:
     """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
 
-    A batch takes no further step once its KL from π_old exceeds `target_kl`, in nats per token. `seed`, version and
-    epoch determine the mini-batches.
+    A batch ends before its next optimizer step if the KL from π_old exceeds `target_kl`, in nats per token. `seed`,
+    version and epoch determine the mini-batches.
     """
 
     epochs: int = 1
@@ -260,11 +260,11 @@ class MiniBatching:
 
     @property
     def updates(self) -> int:
-        """The optimizer steps of a batch that does not end early."""
+        """The number of optimizer steps of a batch that does not end early."""
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """Return the groups of each mini-batch of an epoch (from 0); `sizes` are tokens to compute in each group."""
+        """Return the groups of each mini-batch in `epoch` (from 0); `sizes` are tokens to compute, by group."""
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         draw = rng.generator(self.seed, "mini-batches", producing, epoch)
         return deal(sizes, count, draw)
@@ -274,7 +274,7 @@ class MiniBatching:
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
-#: One optimizer step per batch.
+#: The default mini-batching: one optimizer step per batch.
 ONE_STEP = MiniBatching()
 
 
@@ -291,13 +291,13 @@ def build(
     losses: DomainLosses = ONE_LOSS,
     baselines: Mapping[str, float] = MappingProxyType({}),
 ) -> TrainBatch:
-    """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
+    """Compute token weights of the rollouts of `groups`, and pack them, for the step that produces `producing`.
 
-    A rollout whose gradient is certainly 0 has weights but is not packed, except one if there are no others.
+    A rollout whose gradient is certainly 0 has weights but is not packed. If this holds for all, one is packed.
 
-    A masked truncated rollout counts in its group's mean and deviation, as in DAPO, which masks only the loss;
-    otherwise finishing would earn nothing. It counts in no denominator of the aggregation. Advantages that read columns
-    exclude it, because it is not computed.
+    A truncated rollout that is masked counts in its group's mean and deviation, as in DAPO, which masks only the loss;
+    otherwise finishing an answer would not be rewarded. It counts in no denominator of the aggregation. Advantages that
+    read columns exclude it, because it is not computed.
 
     `shaping` and `losses` are by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
     """
@@ -376,7 +376,7 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Return the rollouts to compute; if none teaches, the first of `some`, whose weight is 0 if it is masked."""
+    """Return the rollouts to compute: those in `teaches`; if there are none, the first of `some`."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 
@@ -437,10 +437,11 @@ def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, partition: Batch
 
 
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
-    """Distribute groups at random to `count` mini-batches, with numbers of groups that differ by at most one.
+    """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
 
-    Each round takes the `count` largest groups left, one for each mini-batch. So mini-batches differ by at most the
-    largest group, and long groups are spread; in a mini-batch of few groups they would weigh more in the mean.
+    Each round gives one of the `count` largest remaining groups to each mini-batch. The sizes of mini-batches thus
+    differ by at most the largest group. Long groups are spread, since in a mini-batch with few groups they would have
+    too much weight.
     """
     order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
     parts: list[list[int]] = [[] for _ in range(count)]
@@ -451,7 +452,7 @@ def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[li
 
 
 class Portion(NamedTuple):
-    """One mini-batch: numbers of the rollouts to compute, and token weights [B], 0 in other mini-batches."""
+    """One mini-batch: the numbers of its rollouts to compute, and token weights [B], which are 0 elsewhere."""
 
     members: list[int]
     token_weights: NDArray[np.float64]
@@ -464,9 +465,9 @@ class BatchPartition:
 
     Attributes:
         producing: the version that the batch produces.
-        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given those that it counts.
-        streams: [B], the number of each rollout's loss; None if all have the objective.
-        groups, lengths, num_tokens: [B], the group's index, sampled tokens, and all packed tokens.
+        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given the mini-batch's rollouts.
+        streams: [B], the number of each rollout's stream; None if all have the run's objective.
+        groups, lengths, num_tokens: [B], each rollout's group, number of sampled tokens, and number of all tokens.
         learns: [B], True if the rollout counts in the aggregation.
         computed: numbers of the rollouts that can have a gradient.
     """
@@ -482,7 +483,7 @@ class BatchPartition:
     computed: list[int]
 
     def portions(self, epoch: int) -> list[Portion]:
-        """Return the mini-batches of an epoch, from 0, in training order."""
+        """Return the mini-batches of `epoch` (counted from 0) in the order of training."""
         work = np.zeros(len(self.groups), np.intp)
         work[self.computed] = self.num_tokens[self.computed]
         sizes = np.bincount(self.groups, weights=work).astype(int).tolist()

@@ -1,7 +1,8 @@
-"""The groups that wait to be trained, the choice among them, and a step's wait for overdue groups.
+"""The choice of groups for a step: which groups wait to be trained, and whether a step waits for late ones.
 
-A batch is complete when a step's rollouts (or tokens) have arrived. The oldest fresh groups go first (oldest version,
-then lowest index), since they become stale first. Groups that become stale while they wait are dropped.
+A batch is complete when enough rollouts (or tokens) for a step have arrived. Groups sampled by the oldest acceptable
+version go first, since they would become stale next; ties go to the lowest index. Groups that become stale while they
+wait are dropped.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class StepBudget:
 
 @final
 class Batcher:
-    """The waiting groups, and the ledger of those that ended. Not thread-safe."""
+    """The groups that wait to be trained, and the ledger of all groups that have ended. Not thread-safe."""
 
     def __init__(
         self,
@@ -63,9 +64,9 @@ class Batcher:
     ) -> None:
         """Create an empty batcher.
 
-        `teaches` tells whether a group has a gradient, `signal` whether its rewards differ; `ended` is called with
-        groups that arrived and did not train. `routing` has the sizes of routers whose recorded choices groups must
-        have; with None, recorded choices are dropped.
+        `teaches` tells whether a group has a gradient, `signal` whether its rewards differ. `ended` is called with
+        groups that arrived but did not train. If `routing` is given, groups must have recorded expert choices of this
+        shape; with None, recorded choices are dropped.
         """
         self.ledger = ledger
         self.lineage = lineage
@@ -96,9 +97,10 @@ class Batcher:
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
-        """Keep a group that was read, settle it as filtered, or drop it as a duplicate or as abandoned.
+        """Keep a group that was read, or settle it as filtered, or drop it as a duplicate or as abandoned.
 
-        In lockstep, groups issued for a lost step are abandoned too, since they could replace groups of earlier steps.
+        With k = 1 (lockstep), groups that were issued for a lost step are abandoned too, since they could take the
+        places of groups of earlier steps.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -120,12 +122,12 @@ class Batcher:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
     def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
-        """Settle orders whose groups will not arrive; groups that have arrived are unaffected."""
+        """Settle those of the orders whose groups have not arrived, because they never will."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, fate)
 
     def take_abandoned(self) -> list[int]:
-        """Return orders, since the last call, whose groups were sampled by abandoned weights, to be issued again."""
+        """Return the orders of groups that were dropped as abandoned since the last call; they must be issued again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -140,9 +142,10 @@ class Batcher:
     ) -> list[RolloutGroup] | None:
         """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
 
-        If groups without signal are filtered, so is a full step in which no group teaches; otherwise it trains with
-        gradient 0. `usable` returns False for a group whose weights are missing, which counts as stale. `must_wait`,
-        given the step's orders, returns True if others must arrive first; groups then train in the order of issue.
+        If no group of a full step teaches, the whole step is filtered where groups without signal are; otherwise it
+        trains with gradient 0. `usable` returns False for a group whose sampling weights are missing; such a group is
+        stale. `must_wait` gets the step's orders and returns True if other groups must arrive first; groups then train
+        in the order of issue.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -167,12 +170,12 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
-        """Change groups from trained to filtered, because their step was not applied."""
+        """Change the outcome of groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
-        """Count a judged group that has nothing to teach; a group that teaches resets its domain's count."""
+        """Count a judged group without a gradient; a group with a gradient resets its domain's counts."""
         lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not self._signal(group))
         if not lacks and not group.refusal:
             self.no_signal.pop(group.domain, None)
@@ -190,7 +193,7 @@ class Batcher:
     def _fresh(
         self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
     ) -> dict[int, RolloutGroup]:
-        """Return the part of each waiting group that may train this step; groups without any are dropped.
+        """Return the part of each waiting group that may train in this step; groups without such a part are dropped.
 
         The part depends only on the whole group and the bounds, so that a step can be replayed.
         """
@@ -230,9 +233,10 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return outstanding orders that the step of version `step` must wait for; none if all can train in time.
+    """Return orders whose groups the step must await, so that they do not become stale; [] if it need not wait.
 
-    The step would train the orders `chosen`, and later steps as many; `waiting` are the orders that have arrived.
+    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step as many
+    orders. `waiting` are the orders whose groups have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
@@ -254,7 +258,7 @@ def awaited(
 
 @final
 class OverdueWait:
-    """Decides whether a full step waits for other groups, at most `timeout_s` per step."""
+    """Timer that lets a full step wait for late groups, but for at most `timeout_s` per step."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s

@@ -1,7 +1,7 @@
-"""Reference answers as training data: the demonstrations that train with the rollouts of each optimizer step.
+"""Demonstrations: reference answers on which each optimizer step trains in addition to its rollouts.
 
-A demonstration is the prompt of a problem, encoded as for sampling, `ground_truth`, and the token that ends an answer.
-The demonstrations of a step depend only on its number, so a resumed run continues with the same ones.
+A demonstration consists of a problem's prompt, encoded as for sampling, its `ground_truth`, and the token that ends an
+answer. The demonstrations of a step depend only on the step's number, so a resumed run uses the same ones.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> Rol
 
 
 def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -> list[MicroBatch]:
-    """Return the micro-batches of demonstrations for `CROSS_ENTROPY`; their weights sum to 1."""
+    """Pack demonstrations into micro-batches for the objective `CROSS_ENTROPY`; token weights sum to 1."""
     return build(groups, objective=CROSS_ENTROPY, token_budget=token_budget, producing=1, width=width).micro_batches
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationStream:
-    """The demonstrations that train with the rollouts, in the stream `ce`.
+    """The source of demonstrations; their tokens are in the stream `ce`, next to the rollouts.
 
-    `problem` returns problem i. Each optimizer step has `count` demonstrations, without those of more than
-    `most_tokens` tokens; micro-batches have up to `token_budget` tokens.
+    `problem` returns problem i. Each optimizer step gets `count` demonstrations, of which those with more than
+    `most_tokens` tokens are left out. Micro-batches have up to `token_budget` tokens.
     """
 
     problem: Callable[[int], Problem]
@@ -64,7 +64,7 @@ class DemonstrationStream:
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
     def micro_batches(self, step: int, *, width: int) -> list[MicroBatch]:
-        """Return the packed demonstrations of that step; none if all are too long."""
+        """Return the packed demonstrations of optimizer step `step`; [] if all are too long."""
         if not (groups := self.groups(step)):
             return []
         return build(

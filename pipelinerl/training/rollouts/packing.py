@@ -1,9 +1,10 @@
-"""Packing of rollouts of different lengths into micro-batches of a token budget, without padding.
+"""Packing of rollouts of different lengths into micro-batches of limited size, without padding.
 
-Packing works on segments: a conversation is one segment, an episode that branched has several
-(`types.Rollout.segments`). An episode's segments share a micro-batch where they fit, so that a trainer can compute
-their common beginning once. For a trainer that computes several micro-batches at once, rollouts are first distributed
-by their work. Weights and advantages are computed before, so packing does not affect the gradient.
+The unit of packing is the segment: a conversation is one segment, and an episode that branched has several
+(`types.Rollout.segments`). If they fit, all segments of an episode are in one micro-batch, so that a trainer can
+compute their common prefix once. For a trainer that computes several micro-batches at once, rollouts are first
+distributed so that work is balanced. Weights and advantages are computed before packing, so packing does not affect the
+gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with the advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
+    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -43,13 +44,13 @@ class Splitting(Enum):
 
 
 class Packed(NamedTuple):
-    """A micro-batch, and the numbers of its segments in order; segments are numbered rollout after rollout."""
+    """A micro-batch, and the numbers (see `SegmentTable`) of its segments, in the order of the micro-batch."""
 
     micro_batch: MicroBatch
     members: list[int]
 
 
-#: Getter of a rollout's parents; mapping it over a batch is faster than a generator.
+#: Function that returns a rollout's `parents`; `map` with this function is faster than a generator.
 _PARENTS: Final = attrgetter("parents")
 
 
@@ -59,9 +60,9 @@ class SegmentTable:
     """The segments of B rollouts, numbered rollout after rollout.
 
     Attributes:
-        rollouts: [B].
-        segments: [S]; None if each rollout is one segment, which saves allocations.
-        owners: [S], the number of each segment's rollout.
+        rollouts: the B rollouts.
+        segments: the S segments; None if each rollout is one segment, to save allocations.
+        owners: [S], the number of the rollout to which each segment belongs.
     """
 
     rollouts: Sequence[Rollout]
@@ -98,19 +99,19 @@ class SegmentTable:
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
     def trained_turns(self, number: int) -> Sequence[int]:
-        """Return the turns that segment `number` trains, the last ones of its path, as numbers within the rollout."""
+        """Return the turns (numbers within the rollout) that segment `number` trains: the last ones of its path."""
         if self.segments is None:
             return range(len(self.rollouts[number].turns))
         return self.segments[number].trained
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Return the positions, among all sampled tokens [N], of the tokens that segments `members` train."""
+        """Return the indices, among all N sampled tokens, of the tokens that the segments `members` train."""
         starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
         parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
     def trained_part(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the part of its rollout's column [N] that segment `number` trains."""
+        """Return the values in `column` [N], a rollout's column, of the tokens that segment `number` trains."""
         return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
 
     def _rows_within(self, number: int) -> NDArray[np.intp]:
@@ -122,20 +123,20 @@ class SegmentTable:
         return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
-#: Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. Used
-#: only to balance the parts of a trainer that computes several micro-batches at once.
+#: Cost of one query-key pair in attention, relative to a token's cost in the other layers: 1/(6·d) for hidden size d =
+#: 2048. It is only used to balance micro-batches that a trainer computes at once.
 _ATTENTION: Final = 1 / 12288
 
 
 def work(length: int) -> float:
-    """Return the work L + a·L² of a rollout of `length` tokens L, in tokens."""
+    """Return the estimated cost of a rollout with L = `length` tokens, L + a·L², in units of a token's cost."""
     return length + _ATTENTION * length**2
 
 
 def pack(
     rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
 ) -> list[Packed]:
-    """Pack micro-batches of at most `token_budget` tokens, `width` computed at once; a longer segment gets its own."""
+    """Pack micro-batches of up to `token_budget` tokens, for `width` at once; a longer segment gets its own."""
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
     bins = bins_of(table.lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
@@ -153,8 +154,8 @@ def bins_of(
 ) -> list[list[int]]:
     """Return the numbers of the segments in each micro-batch.
 
-    Segments of one rollout stay together where they fit. Bins are filled first fit, with rollouts of one prompt in
-    sequence, so that a trainer can compute their prompt once.
+    Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
+    rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
     """
     if not isinstance(owners, range) and len(owners) > len(set(owners)):
         units = _units(lengths, owners, token_budget, split)
@@ -169,7 +170,7 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the pieces that packing keeps whole: a rollout's segments, or single ones if they exceed the budget."""
+    """Return the units that packing never splits: all segments of a rollout, or each one if they exceed the budget."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -191,7 +192,7 @@ def _bins(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: 
 
 
 def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
-    """Return the packing order: rollouts of one prompt in sequence, the prompt with the longest rollout first."""
+    """Return the packing order: rollouts of one prompt are adjacent; the prompt of the longest rollout comes first."""
     first, longest = dict[Hashable, int](), dict[Hashable, int]()
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         first.setdefault(prompt, i)
@@ -200,7 +201,7 @@ def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Distribute rollouts, in `order` of falling length, to `width` parts, each to the part with least work."""
+    """Distribute rollouts to `width` parts, in `order` (longest first), each to the part with least work so far."""
     parts: list[list[int]] = [[] for _ in range(width)]
     least = [(0.0, part) for part in range(width)]
     for i in order:
@@ -211,10 +212,10 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 
 
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
-    """Return the bins of all parts in the order in which they are computed: one of each part, then the next of each.
+    """Order the micro-batches (bins) of all parts for computation: the first of each part, then the second of each.
 
-    Each part gets as many bins as the part with most, if it has enough rollouts, and bins computed at once have similar
-    work. Otherwise all bins are sorted by work.
+    Bins are divided so that each part has equally many and those computed at once have similar work. If a part has too
+    few rollouts for this, all bins are sorted by work.
     """
     rounds = max(len(bins) for bins in parts)
     even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
@@ -224,7 +225,7 @@ def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> lis
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Return bins of at most `token_budget` tokens, filled in `order`; a longer item gets its own bin."""
+    """Fill bins of at most `token_budget` tokens by first fit, in `order`; a longer item gets its own bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
@@ -239,7 +240,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -
 
 
 def _halved(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Return `count` bins (or as many as there are rollouts) by repeatedly halving the bin with most work."""
+    """Halve the bin with most work until there are `count` bins, or each bin has one rollout."""
     bins = [list(bin) for bin in bins]
     while len(bins) < count and (splittable := [bin for bin in bins if len(bin) > 1]):
         largest = max(splittable, key=lambda bin: _work(bin, lengths))
@@ -253,7 +254,7 @@ def _work(bin: Sequence[int], lengths: Sequence[int]) -> float:
 
 
 def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """Return the rollouts, in any order, as one micro-batch without advantages or weights."""
+    """Return these rollouts as one micro-batch, in which advantages and weights are 0."""
     weighted = [
         WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
         for rollout in rollouts
@@ -263,22 +264,22 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
 
 
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
-    """Return the micro-batch with these columns [T] in place of its own."""
+    """Return a copy of the micro-batch with some columns [T] replaced."""
     return replace(batch, **columns)
 
 
 class Prefixes(NamedTuple):
-    """The first tokens of some segments as a micro-batch, and the mask of the T tokens that were kept."""
+    """A micro-batch of prefixes of segments, and the mask of those of the original T tokens that it keeps."""
 
     micro_batch: MicroBatch
     kept: Bool
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Return each segment up to its last token in `through` [T], which is all that a causal model needs for it."""
+    """Cut each segment after its last token in the mask `through` [T]; a causal model needs no later tokens."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
-    last[batch.segment_ids[where]] = where  # ascending, so that the last one stays
+    last[batch.segment_ids[where]] = where  # indices ascend, so each segment keeps its last one
     kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
     if kept.all():
         return Prefixes(batch, kept)
@@ -286,7 +287,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     given: dict[str, Any] = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
-    # No objective reads these micro-batches, so the rollout of a segment does not matter.
+    # These micro-batches only get forward passes, so it does not matter to which rollout a segment belongs.
     return Prefixes(replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept)
 
 
@@ -311,7 +312,7 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
-    """Join separate segments into one micro-batch; `token_weights` and `owners` are given for each segment."""
+    """Join separate segments into one micro-batch; `token_weights` and `owners` have one entry per segment."""
     first, lengths = segments[0], [segment.num_tokens for segment in segments]
     names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
     columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
@@ -348,7 +349,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
-    with np.errstate(over="ignore"):  # values beyond fp32 become infinite and `finite_check` reports them
+    with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `finite_check` reports them
         advantages[loss_mask] = np.concatenate(advantages_of)
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
@@ -382,7 +383,7 @@ def _streams(streams: Sequence[int | None], lengths: NDArray[np.intp]) -> NDArra
 
 
 def _routed(parts: Sequence[Experts | None]) -> Experts | None:
-    """Return the experts of all tokens of a micro-batch; None unless all are known and belong to one model."""
+    """Return the experts of all tokens of a micro-batch; None if some are unknown or shapes differ."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({(part.dtype, part.shape[1:]) for part in known}) != 1:
         return None

@@ -1,7 +1,8 @@
-"""Readers of rollouts and directives: `RolloutReader` keeps offsets for checkpoints, `ControllerLink` awaits answers.
+"""Reading of rollouts and directives: `RolloutReader` reads the streams, `ControllerLink` exchanges messages.
 
-Each actor has one partition of rollouts, read by offset. A partition's saved offset stops before the first group that
-waits at a checkpoint, which must be read again; later groups that have ended are dropped by the ledger.
+Each actor has one partition of rollouts, read by offset. A checkpoint saves, for each partition, the offset before the
+first group that still waits, so that a resumed trainer reads this group again. It also reads later groups that have
+already ended; the ledger drops these.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from pipelinerl.streams.records import decode_group, named_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Fence, Stream, parse_id
 from pipelinerl.types import Purpose, RolloutGroup
 
-#: Stream whose only entry identifies the server's data; offsets are meaningless on another server.
+#: Stream whose only entry identifies the stream server's data. Offsets are meaningless for other data.
 _IDENTITY: Final = "identity"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The entries of one read, each kind in the order of its stream."""
+    """The result of one read: groups and directives, each in the order of their stream."""
 
     groups: list[RolloutGroup]
     directives: list[Directive]
@@ -56,7 +57,7 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create a reader. Every order below `frontier` has ended; none may be more than `MOST_AHEAD` above it."""
+        """Create a reader. Orders below `frontier` have ended; orders `MOST_AHEAD` or more above it are invalid."""
         self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
@@ -68,16 +69,17 @@ class RolloutReader:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives to an earlier trainer; drop offsets that were saved with another server."""
+        """Skip directives that were sent to an earlier trainer; drop offsets that belong to other data."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
-        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # the server keeps only the first
+        # Only the first such entry is kept.
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
             self._offsets.clear()
         self._identity = identity.payload.decode()
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
-        """Read new entries, waiting up to `block_s` for the first."""
+        """Read new entries; if there are none yet, wait up to `block_s` for one."""
         await self._scan()
         entries = await self._stream.read(
             {DIRECTIVES: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
@@ -96,7 +98,7 @@ class RolloutReader:
         return Arrivals(groups, directives)
 
     async def _report_lost(self, entry: Entry, error: RecordError) -> None:
-        """Report the order of an unreadable group, for which the trainer would otherwise wait in vain."""
+        """Report the order of an unreadable group as failed, because its group will never arrive."""
         index, frontier = named_order(entry.payload), self._frontier()
         if index is not None and frontier <= index < frontier + MOST_AHEAD:
             reason = f"its group cannot be read: {error}"
@@ -104,12 +106,12 @@ class RolloutReader:
             await self._stream.append(REPORTS, [encode(lost)])
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
-        """Read only new directives, before it is known which rollouts may be read."""
+        """Read new directives only; used before the first directive, which says which rollouts to accept."""
         entries = await self._stream.read({DIRECTIVES: self._directives_offset}, count=16, block_s=block_s)
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Return offsets for a checkpoint; `is_waiting` tells whether the group of an order is still waiting."""
+        """Return offsets to save in a checkpoint; `is_waiting` tells whether an order's group still waits to train."""
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
             waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
@@ -120,7 +122,7 @@ class RolloutReader:
         return {_IDENTITY: self._identity, **safe}
 
     async def trim(self, offsets: dict[str, str], epoch: int) -> None:
-        """Drop entries that no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
+        """Delete entries that no kept checkpoint would read again. Raises FencedError if a later epoch has begun."""
         if offsets.get(_IDENTITY) == self._identity:
             for partition in offsets.keys() - {_IDENTITY}:
                 await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
@@ -145,20 +147,21 @@ class RolloutReader:
         group = decode_group(entry.payload)
         if group.index >= self._frontier() + MOST_AHEAD:
             raise RecordError(f"group {group.group_id} has the index {group.index}, which was not issued yet")
-        # Keep the first of two copies: the second may be dropped as a duplicate, and must not hold back the offset.
+        # If a group arrives twice, keep the position of the first copy: the second may be dropped as a duplicate, and
+        # must not hold back the offset.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group
 
 
-#: Interval after which an unanswered report is sent again.
+#: Interval in seconds after which an unanswered report is sent again.
 RESEND_S: Final = 5.0
-#: Longest wait of one read for its first entry.
+#: Longest time that one read waits for its first entry, in seconds.
 _BLOCK_S: Final = 1.0
 
 
 @final
 class ControllerLink:
-    """Sender of one trainer's reports, and receiver of both directives and rollouts: either wakes the trainer."""
+    """A trainer's connection to the controller: it sends reports, and receives directives together with rollouts."""
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
         """Create a link; `deadline_s` bounds the wait for an answer."""
@@ -179,9 +182,9 @@ class ControllerLink:
         await self._stream.append(REPORTS, [encode(message)])
 
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
-        """Send a question, again every `RESEND_S`, and yield all arrivals up to its answer.
+        """Send a question, again every `RESEND_S` until it is answered; yield all arrivals until then.
 
-        Raises DeadlineError without an answer, FencedError if another trainer has taken over.
+        Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
         """
         deadline = time.monotonic() + self._deadline_s
         asked_at = float("-inf")
@@ -201,7 +204,7 @@ class ControllerLink:
     async def read(self) -> Arrivals:
         """Return new rollouts and valid directives, waiting up to a second. Raises FencedError.
 
-        Before the first directive no rollouts are read, since it says which weights may have sampled them.
+        Until the first directive arrives, no rollouts are read, because it says which weights may have sampled them.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
@@ -210,12 +213,12 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Raise FencedError if a later epoch has begun; called before writes that the stream server cannot reject."""
+        """Raise FencedError if a later epoch has begun; call this before writes that the stream server cannot fence."""
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 
     def _apply(self, directive: Directive) -> bool:
-        """Return whether a directive is valid; if so, make it the current one."""
+        """Make a directive the current one if it is valid; return whether it was."""
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")

@@ -4,8 +4,8 @@
     trained    A and B of every target, in fp32, and a value head if there is one
     merged     W + (alpha / rank) · B A in fp32, computed for one parameter on demand; the base never changes
 
-Reads concurrent with passes use the base's own storage, even while passes use other weights. Within a process, policy,
-critic and reference from one directory share its weights on a device (`SharedBase`).
+Weights can be read during passes: the base's own storage does not change, even while passes use other weights. If
+policy, critic and reference of one process come from one directory, they share its weights on a device (`SharedBase`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from pipelinerl.trainers.torch.packed_model import PackedModel, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
 
-#: Name of the only adapter in peft.
+#: peft's name for an adapter; a model has only this one.
 _ADAPTER: Final = "default"
-#: peft's prefix for the names of a model's modules in its files.
+#: Prefix that peft puts before the names of a model's modules in peft's files.
 _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 @final
 class Adapters:
-    """The adapters of one model, which must not be wrapped yet and must be on the CPU or the meta device."""
+    """The adapters of one model. The model must be unwrapped, and on the CPU or the meta device."""
 
     def __init__(self, packed: PackedModel | PackedValueModel, options: LoraOptions) -> None:
-        """Freeze the model and add adapters, which change no result at first. Raises SpecError without targets."""
+        """Freeze the model and add adapters, which at first change no result. Raises SpecError for bad targets."""
         from peft import LoraConfig, inject_adapter_in_model
 
         self.options = options
@@ -63,7 +63,7 @@ class Adapters:
         )
         random, is_meta = torch.get_rng_state(), any(parameter.is_meta for parameter in self.base.values())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's advice concerns models that it wraps itself
+            warnings.simplefilter("ignore")  # peft's warnings concern models that peft wraps itself
             inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
         if is_meta:
@@ -74,12 +74,12 @@ class Adapters:
             for name, layer in self._layers.items()
             for half in ("lora_A", "lora_B")
         }
-        self._set_dropout(active=False)  # modules start in train mode
+        self._set_dropout(active=False)  # turn dropout off, because modules start in train mode
         self._shared: SharedBase | None = None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters of the optimizer by name: A and B of every target, in the model's order, then a value head."""
+        """The trained parameters by name: A and B of every target, in the model's order, then the value head's."""
         return self._pairs | self._value_head
 
     @property
@@ -89,11 +89,11 @@ class Adapters:
 
     @property
     def reaches_output(self) -> bool:
-        """True if the output layer is a target."""
+        """True if the output layer has an adapter."""
         return self._packed.model.get_output_embeddings() in self._layers.values()
 
     def pairs_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the tensors of A and B."""
+        """Return those of the named `tensors` that belong to A and B of a target."""
         return {name: tensors[name] for name in self._pairs}
 
     def pair_of(self, name: str) -> tuple[str, str] | None:
@@ -102,12 +102,12 @@ class Adapters:
         return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
 
     def merged(self, name: str, own: Tensor) -> Tensor:
-        """Return the base's parameter `name` (storage `own`) merged with its adapter; do not write to the result."""
+        """Merge the base's parameter `name`, whose values are `own`, with its adapter; never write to the result."""
         pair = self.pair_of(name)
         return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
 
     def merged_with(self, name: str, own: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the parameter merged with the given A [rank, in] and B [out, rank], by peft's formula."""
+        """Merge the base's parameter `name` with the given A [rank, in] and B [out, rank], by peft's formula."""
         layer = self._layers[name.removesuffix(".weight")]
         product = b @ a
         return own.float() + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_ADAPTER]
@@ -125,7 +125,7 @@ class Adapters:
 
     @contextmanager
     def dropping_out(self) -> Iterator[None]:
-        """Apply the options' dropout to adapters' inputs within the block; elsewhere it is off."""
+        """Within the block, apply dropout to the adapters' inputs; outside the block dropout is off."""
         try:
             self._set_dropout(active=True)
             yield
@@ -133,9 +133,9 @@ class Adapters:
             self._set_dropout(active=False)
 
     def compact(self) -> None:
-        """Keep the base's matrices in bf16, which changes no result for a bf16 directory and bf16 matmuls (autocast).
+        """Keep the base's matrices in bf16. If directory and matmuls (autocast) are bf16, no result changes.
 
-        Embedding outputs are converted to fp32, like the residual stream over an fp32 base.
+        Outputs of embeddings are converted to fp32, so that the residual stream is fp32 as with an fp32 base.
         """
         for parameter in self.base.values():
             if parameter.ndim >= 2 and not parameter.requires_grad:
@@ -145,9 +145,9 @@ class Adapters:
                 module.register_forward_hook(lambda _module, _given, found: found.float())
 
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
-        """Move the model to the device, and reuse a base that another trainer of this process holds there.
+        """Move the model to the device; reuse the base if another trainer of this process has it on that device.
 
-        `digest` is that of the base's directory; `read_to` loads parameters from the meta device onto another.
+        `digest` identifies the base's directory; `read_to` gives parameters on the meta device memory and values.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}
@@ -161,9 +161,9 @@ class Adapters:
     def save(
         self, path: Path, *, base: Path, own: Mapping[str, Tensor], pairs: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write a directory in peft's format, which peft loads over `base`; it includes a value head.
+        """Write a directory in peft's format that peft can load over `base`; include the value head, if any.
 
-        `own` has the value head's storage; `pairs` are values of A and B by name, None for this process's own.
+        `own` has the values of the value head; `pairs` has values of A and B by name; None means this process's own.
         """
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
@@ -196,7 +196,7 @@ class Adapters:
             parameter.copy_(saved[name])
 
     def record(self, *, digest: str) -> dict[str, Any]:
-        """Return the settings that must not change when training resumes, so without dropout."""
+        """Return the settings that must not change when training resumes; dropout may change."""
         names = sorted(self._config.target_modules or ())
         return {"rank": self.options.rank, "alpha": self.options.alpha, "targets": names, "base": digest}
 
@@ -205,7 +205,7 @@ class Adapters:
         return {name: parameter for name, parameter in self.base.items() if parameter.requires_grad}
 
     def _draw(self) -> None:
-        """Draw A again as peft does, which creates adapters on their base's device: on meta, their values are lost."""
+        """Initialise A again as peft does: if the base was on the meta device, peft's initial values were lost."""
         for layer in self._layers.values():
             rank = self.options.rank
             layer.lora_A[_ADAPTER] = nn.Linear(layer.in_features, rank, bias=False)
@@ -225,12 +225,12 @@ class Adapters:
 @final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
-    """Frozen weights of a model directory, shared by several models until the last is freed; never write to them."""
+    """Frozen weights of a directory, which several models share until the last is freed; never write to them."""
 
     weights: dict[str, Tensor]
 
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add weights that are not shared yet, once they are on the device; point parameters to shared ones."""
+        """Add parameters on the device that are not shared yet; let all others use the shared values."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 
@@ -239,9 +239,9 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """Return the shared base of the directory with this digest, and point parameters to its weights on the device.
+    """Return the base with this directory digest on the device, and let `parameters` use its weights.
 
-    `parameters` have their names within the layers, without a language model's prefix.
+    `parameters` are named without the prefix of language models, such as `model.`.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

@@ -15,7 +15,7 @@ from pipelinerl.trainers.option_table import table, whole
 from trainer_contract.errors import SpecError
 
 _WHERE: Final = "options.lora"
-#: All linear layers except the output layer.
+#: Value of `targets` that stands for all linear layers except the output layer.
 ALL_LINEAR: Final = "all-linear"
 
 
@@ -23,9 +23,9 @@ ALL_LINEAR: Final = "all-linear"
 class LoraOptions:
     """W + (alpha / rank) · B A in place of W (Hu et al. 2021, arXiv 2106.09685); B [out, rank] starts at 0.
 
-    `targets` are the last parts of module names; None means all linear layers except the output layer. Alpha stays 32
-    for every rank, so that the best learning rate hardly depends on the rank (Schulman et al. 2025, LoRA Without
-    Regret).
+    `targets` are the last components of module names, such as `q_proj`; None means all linear layers except the output
+    layer. Alpha stays 32 for every rank, so that the best learning rate hardly depends on the rank (Schulman et al.
+    2025, LoRA Without Regret).
     """
 
     rank: int = 16
@@ -78,7 +78,7 @@ def _targets(value: Any) -> tuple[str, ...] | None:
 
 
 def share_of(trained: int, whole: int) -> str:
-    """Return the two counts as text, such as `1.2 M of 135 M parameters train`."""
+    """Return the number of trained and of all parameters as text: `1.2 M of 135 M parameters train`."""
     return f"{_short(trained)} of {_short(whole)} parameters train"
 
 

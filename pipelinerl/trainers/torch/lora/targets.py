@@ -29,7 +29,7 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
 
 
 def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return targets in the form of peft's configuration: the last parts of module names."""
+    """Return the targets as peft's configuration lists them: by the last components of module names."""
     return sorted({name.rpartition(".")[2] for name in modules})
 
 
@@ -66,7 +66,7 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def described(path: Path, options: LoraOptions) -> str:
-    """Describe the parameters that train in a directory's model. Raises SpecError, or ModelError without a model."""
+    """Describe which parameters LoRA trains in a directory's model. Raises SpecError, ModelError without model."""
     model = check_weights(path)
     modules = target_modules(model, options)
     whole = sum(parameter.numel() for parameter in model.parameters())

@@ -2,10 +2,11 @@
 
     moments    fp32, or bf16 with stochastic rounding, which is exact in the mean
     masters    fp32 values of parameters that passes use in bf16
-    place      of both: the parameters' device, or the host
+    place      where both are between steps: the parameters' device, or the host
 
-Only one piece of a parameter's fp32 moments and master is on the device while torch's fused kernel steps it. Rounding
-to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment would never decay.
+While torch's fused kernel steps a parameter, only one piece of its fp32 moments and master is on the device. Moments
+are rounded stochastically, because rounding to nearest would lose small changes: with beta2 = 0.999, a second moment in
+bf16 would never decay.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, O
 from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec, Rounding
 
-#: Number of elements stepped at once.
+#: Number of elements per piece of a parameter; one piece is stepped at a time.
 _PIECE: Final = 2**22
-#: Bits of an fp32 value that bf16 drops.
+#: Mask of the bits of an fp32 value that bf16 drops.
 _DROPPED: Final = 0xFFFF
 _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
-#: Keys of a parameter's state: its number of steps, and its moments.
+#: Keys of the optimizer's state of a parameter: the number of steps and the two moments.
 STEP: Final = "step"
 MEAN: Final = "exp_avg"
 SQUARE: Final = "exp_avg_sq"
@@ -40,12 +41,12 @@ class ParameterOptimizer(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters with shared settings; `lr` may be set before each step."""
+        """Groups of parameters with shared settings; the caller may set `lr` before each step."""
         ...
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """`step`, `exp_avg` and `exp_avg_sq` of each parameter that has been stepped."""
+        """The state of each parameter that has been stepped: `step`, `exp_avg` and `exp_avg_sq`."""
         ...
 
     def step(self) -> Any:
@@ -68,8 +69,8 @@ def adamw(
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    `seed` is that of stochastic rounding; processes with the same `shard` round alike. `masters` has the
-    parameters that are rounded on the device.
+    `seed` seeds stochastic rounding; processes with the same `shard` get the same random numbers. `masters` maps
+    parameters that are bf16 on the device to their fp32 values on the host.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -85,7 +86,7 @@ def adamw(
 def restored_state(
     moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
 ) -> dict[str, Tensor]:
-    """Convert a parameter's saved state, of any dtype, to the form that its optimizer keeps."""
+    """Convert the saved state of a parameter from any dtype to the dtype and place in which the optimizer keeps it."""
     kept: dict[str, Tensor] = {}
     for name, each in moments.items():
         if name == STEP:
@@ -115,9 +116,9 @@ class Master(NamedTuple):
 
 @final
 class PiecewiseAdamW:
-    """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
+    """A `ParameterOptimizer` whose moments are bf16 or whose state is on the host.
 
-    CUDA copies and kernels use one stream, so they run in order; `step` returns once host memory is written.
+    CUDA copies and kernels use one stream, so they run in order; `step` returns when the state on the host is written.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class PiecewiseAdamW:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        del set_to_none  # set_to_none is ignored: a gradient of zeros would still be stepped
+        del set_to_none  # ignored: a gradient of zeros, instead of None, would still cause a step
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -194,7 +195,7 @@ class PiecewiseAdamW:
         return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
 
     def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """Return the generator for a parameter's rounding in one step; seeded so that a resumed run rounds the same."""
+        """Return the generator that rounds a parameter's moments in one step; equal in a resumed run."""
         if self._options.moments is MomentDType.FP32:
             return None
         return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))
@@ -211,7 +212,7 @@ class PiecewiseAdamW:
 
 
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
-    """Round fp32 to bf16 stochastically, correct in the mean; overwrites `values`, `drawn` is random i32."""
+    """Round fp32 to bf16 stochastically (unbiased) with the random i32 `drawn`; overwrites `values`."""
     bits = values.view(torch.int32)
     return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()
 

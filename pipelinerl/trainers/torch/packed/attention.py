@@ -1,4 +1,4 @@
-"""Attention over packed segments for any Hugging Face model: `segments.py` in buckets, `varlen.py` in one kernel."""
+"""Attention over packed segments for any Hugging Face model, implemented in `segments.py` and `varlen.py`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from trainer_contract.errors import SpecError
 
-#: The name under which models find `attend`.
+#: Name under which `attend` is registered in transformers.
 IMPLEMENTATION: Final = "pipelinerl_segments"
 
-#: Arguments of some architectures that would change attention's result and are not supported here.
+#: Names of arguments that some architectures pass to attention, that would change its result, and that are not
+#: supported.
 _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 class AttentionPlan(Protocol):
-    """The positions of the segments among the K computed tokens of a micro-batch."""
+    """A plan of attention: where the segments of a micro-batch lie among its K computed tokens."""
 
     @property
     def group(self) -> SequenceGroup | None:
-        """The processes that divide the K tokens outside attention, or None."""
+        """The processes over which the K tokens are divided outside attention; None for one process."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
@@ -38,8 +39,8 @@ class AttentionPlan(Protocol):
         ...
 
 
-#: Function that plans attention for packed segments, from their positions [T], which restart at 0 in each. Without
-#: `Distinct`, all tokens are computed.
+#: Function that makes an `AttentionPlan` for packed segments. Its first argument is each token's position [T], which
+#: restarts at 0 in each segment. If its third argument is None, all tokens are computed.
 Planner = Callable[[NDArray[np.int32], torch.device, Distinct | None, SequenceGroup | None], AttentionPlan]
 
 
@@ -60,7 +61,7 @@ def attend(
     Args:
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
         attention_mask: None, since transformers creates no mask for this implementation.
-        segments: the plan, passed to the model's forward as a keyword.
+        segments: the plan, which the caller passes to the model's forward as a keyword.
 
     Returns:
         [1, K, H, d], and no attention weights.

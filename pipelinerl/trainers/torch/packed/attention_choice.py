@@ -3,8 +3,8 @@
     varlen     `torch.nn.attention.varlen.varlen_attn`, one kernel over all segments: CUDA, bf16
     buckets    `segments.py`, any device and dtype, and the reference for `varlen`
 
-The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Neither supports capped
-scores or attention sinks (`attention.py` rejects them).
+The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Neither implementation
+supports capped scores or attention sinks (`attention.py` rejects models that use these).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Self
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Precision
 
-#: The kernel's minimum compute capability, and the divisor and maximum of its head widths.
+#: The kernel's requirements: minimum compute capability; then the divisor and maximum of head widths.
 _CAPABILITY: Final = (8, 0)
 _WIDTHS: Final = (8, 256)
 
@@ -40,7 +40,7 @@ class HeadShapes(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read the shapes from the configuration of a model's text part, without heads of linear attention."""
+        """Read the shapes from the configuration of the text model; heads of linear attention are ignored."""
         heads, hidden = (
             _whole(config, *names) for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
         )
@@ -58,8 +58,8 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
 class AttentionFacts:
     """The facts that decide whether the kernel can be used.
 
-    `device` is torch's name of the device type, `capability` None without a GPU here, `has_kernel` False for a torch
-    built without the kernel, and `widths` has the widths of all kinds of heads.
+    `device` is torch's name of the device type, and `capability` is None if this machine has no GPU. `has_kernel` is
+    False if torch was built without the kernel, and `widths` has the widths of all kinds of heads.
     """
 
     device: str
@@ -70,7 +70,7 @@ class AttentionFacts:
 
 
 def why_not_varlen(facts: AttentionFacts) -> str | None:
-    """Return the first reason against the kernel, or None."""
+    """Return the first reason why the kernel cannot be used, or None if it can."""
     multiple, most = _WIDTHS
     if facts.device != "cuda":
         return f"the device is {facts.device}, and the kernel needs CUDA"
@@ -91,7 +91,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
 
 
 def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention:
-    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested but `why_not` has a reason against it."""
+    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested and `why_not` has a reason against it."""
     if requested is SegmentAttention.VARLEN and why_not is not None:
         raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if requested is SegmentAttention.BUCKETS or why_not is not None:
@@ -100,7 +100,7 @@ def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention
 
 
 def described(requested: SegmentAttention, why_not: str | None) -> str:
-    """Describe the implementation used and the reason. Raises SpecError like `chosen`."""
+    """Describe for the log which implementation is used and why. Raises SpecError like `chosen`."""
     if chosen(requested, why_not) is SegmentAttention.VARLEN:
         return "varlen, one kernel over all segments of a row"
     return f"buckets of segments of similar length ({why_not or 'set by options.attention'})"

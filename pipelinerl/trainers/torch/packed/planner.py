@@ -1,4 +1,4 @@
-"""The choice of an attention plan for a torch trainer; a kernel that fails its trial is logged and not used."""
+"""The choice of an attention implementation for a torch trainer, which includes a trial of the varlen kernel."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, to
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Kernels, Precision
 
-#: Inputs of the trial: segment lengths, number of tokens that the second segment shares with the first, and windows.
+#: Inputs of the kernel's trial: the lengths of three segments; the number of first tokens that the second segment
+#: shares with the first; and the attention windows (None: unlimited).
 _LENGTHS: Final = (150, 90, 1)
 _SHARED: Final = 60
 _WINDOWS: Final = (None, 33)
-#: Largest difference from buckets in fp32, relative to the largest value. bf16 rounds to 2^-9; a wrong mask gives about
-#: 1.
+#: Largest allowed difference between the kernel and buckets in fp32, relative to the largest value. Rounding to bf16
+#: causes about 2^-9, a wrong mask about 1.
 _APART: Final = 5e-2
 
 
@@ -49,9 +50,10 @@ def planning(
     config: Mapping[str, Any],
     kernels: Kernels = Kernels.FAST,
 ) -> Planning:
-    """Choose the planner for a device and the configuration of a model's text part.
+    """Choose the planner for a device and the configuration of a text model.
 
-    Raises SpecError if a requested kernel fails, or if batch-invariant kernels are requested elsewhere than on a CPU.
+    Raises SpecError if the varlen kernel was requested but fails, or if batch-invariant kernels were requested on a
+    device other than a CPU.
     """
     if kernels is Kernels.BATCH_INVARIANT:
         if device.type != "cpu":
@@ -82,7 +84,7 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel's results and gradients with those of buckets in fp32; return None, or the failure."""
+    """Compare the kernel's results and gradients with buckets in fp32; return the difference as text, or None."""
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
     source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)

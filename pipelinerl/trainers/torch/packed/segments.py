@@ -1,9 +1,9 @@
 """Attention over packed segments in buckets, on any device: it never crosses a boundary and needs no T² mask.
 
-Within attention only, segments are laid out in buckets of similar length, padded at the end. Causal attention hides
-such padding without a mask, so fast kernels stay usable. A prefix shared by several segments exists once in the packed
-layout and in each segment of the padded one. The re-layout gathers, or sums in a fixed order, so gradients are
-deterministic on every device.
+Inside attention only, segments of similar length are put into one bucket and padded at the end. Causal attention never
+reads such padding, so fast kernels work without a mask. A prefix shared by several segments exists once in the packed
+layout, and once per segment in the padded layout. Copying between the layouts only gathers, or sums in a fixed order,
+so gradients are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
 from trainer_contract.types import Kernels
 
-#: Upper lengths of buckets, each a quarter above the previous: padding adds at most a factor of 1.25² to attention.
+#: Maximum segment lengths of the buckets. Each is 25 % above the previous, so padding increases the cost of attention
+#: by at most 1.25².
 _EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """The positions of a micro-batch's K computed tokens in the padded layout of P rows.
+    """The mapping between the K computed tokens of a micro-batch and the P rows of the padded layout.
 
     Attributes:
-        buckets: (segments, padded length) of each bucket; the products sum to P.
+        buckets: (number of segments, padded length) of each bucket; the products sum to P.
         token_of_row: i64 [P], the token in each row (for a padding row: some token of its segment).
         row_of_token: i64 [K], the first row of each token.
-        sums: sums over the rows of tokens that several segments share; None if none is shared.
-        is_first: bool [P, 1, 1], False for padding and copies; None if the packed layout equals the padded one.
+        sums: sums of gradients over the rows of tokens that several segments share; None if no token is shared.
+        is_first: bool [P, 1, 1], False for padding and for copies of shared tokens; None if both layouts are equal.
         group: the processes that divide the K tokens outside attention, or None.
-        kernels: of the attention.
+        kernels: fast or batch-invariant kernels for attention.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -121,16 +122,16 @@ class SegmentPlan:
         return out.transpose(1, 2)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """Convert [K, h, d] to [P, h, d]."""
+        """Convert the packed layout [K, h, d] to the padded layout [P, h, d]."""
         return packed if self.is_first is None else _Pad.apply(packed, self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Convert [P, h, d] to [K, h, d]."""
+        """Convert the padded layout [P, h, d] to the packed layout [K, h, d]."""
         return padded if self.is_first is None else _Unpad.apply(padded, self)
 
 
 class _Pad(torch.autograd.Function):
-    """Gather rows; backward gathers too, since padding rows have no gradient, and sums gradients of shared tokens."""
+    """Copy tokens to padded rows. Backward copies gradients back, and sums them for shared tokens."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, plan: SegmentPlan) -> Tensor:
@@ -144,7 +145,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Gather tokens. Padding rows and copies are not read, so their gradient is 0."""
+    """Copy padded rows to tokens. Padding and copies of shared tokens are not read, so their gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, plan: SegmentPlan) -> Tensor:

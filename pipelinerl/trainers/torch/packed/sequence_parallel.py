@@ -1,11 +1,12 @@
 """Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): n processes compute one micro-batch together.
 
-    all but attention    each has K / n of the computed tokens, and all heads
-    attention            each has all K tokens, and 1 / n of the heads
+    outside attention    each process has K / n of the computed tokens, and all heads
+    inside attention     each process has all K tokens, and 1 / n of the heads
 
-An all-to-all exchanges the two layouts, so attention sees segments as in a single process. With fewer key heads than
-processes, key heads are repeated. Predictions are gathered at the end, since an objective may read a whole rollout. In
-backward, each process uses only the gradient of its own tokens; weight gradients are summed over all processes.
+An all-to-all converts one layout to the other, so attention sees the same segments as in a single process. If there are
+fewer key heads than processes, key heads are repeated. Predictions are gathered at the end, since an objective may read
+a whole rollout. In backward, each process uses only the gradient of its own tokens; weight gradients are summed over
+all processes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens. Raises SpecError."""
+        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens. Raises SpecError."""
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
         if repeats > 1:
@@ -43,7 +44,7 @@ class SequenceGroup:
         return self._heads(query), self._heads(key), self._heads(value)
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """Exchange [K, H / n, d] for [k, H, d], the inverse of `to_heads`."""
+        """Convert [K, H / n, d] to [k, H, d]; the inverse of `to_heads`."""
         parts: Tensor = _Exchange.apply(attended.unflatten(0, (self.size, -1)).contiguous(), self.group)
         return parts.transpose(0, 1).flatten(1, 2)
 
@@ -52,7 +53,7 @@ class SequenceGroup:
         return parts.flatten(0, 1)
 
     def together(self, own: Tensor, readers: list[NDArray[np.int64]]) -> Tensor:
-        """Gather [M, N] on every process; `own` [M, N_own] becomes the columns `readers[place]`.
+        """Gather predictions [M, N] on every process; `own` [M, N_own] are the columns `readers[place]` of them.
 
         Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
         """
@@ -65,7 +66,7 @@ class SequencePart(NamedTuple):
     """The part of a micro-batch that one process computes.
 
     Attributes:
-        distinct: the computed tokens, padded to a multiple of n by a segment that is never read.
+        distinct: the computed tokens. A segment that is never read pads their number to a multiple of n.
         position_ids: i32 [T + padding].
         own: this process's share of the computed tokens.
         readers: for each process, the indices of the requested predictions that it computes.
@@ -80,7 +81,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly; each process makes the `requested` [N] predictions from its own tokens."""
+        """Divide the computed tokens evenly; each `requested` [N] prediction is made where its tokens are."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size
@@ -100,7 +101,7 @@ def repeats_of(query_heads: int, key_heads: int, processes: int) -> int:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of [n, …]: part i is sent to process i, and gradients are sent back."""
+    """All-to-all of [n, …]: part i is sent to process i; backward returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:

@@ -1,8 +1,9 @@
 """Shared prefixes of a micro-batch's segments, which the model computes only once.
 
-Under causal attention, equal prefixes have equal hidden states in every layer, and their gradients are summed. So a
-system prompt, a group's prompt, and the equal first tokens of its answers are computed once each. The segments form a
-tree of tokens, and the cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
+Under causal attention, equal prefixes have equal hidden states in every layer, so the model computes each distinct
+prefix once, and gradients are summed. Examples are a system prompt, a group's prompt, and equal first tokens of
+answers. The segments form a prefix tree whose nodes are tokens, and a pass costs as much as the tree has nodes. Only
+attention sees whole segments (`segments.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from trainer_contract.types import MicroBatch
 
 Indices = NDArray[np.int64]
 
-#: Smallest share of tokens worth saving: the re-layout costs about as much as recomputing this share.
+#: Smallest share of tokens that sharing must save. Below it, copying between layouts costs as much as computing the
+#: tokens.
 _LEAST_SAVED: Final = 1 / 32
 
 
 class Distinct(NamedTuple):
-    """The K of a micro-batch's T tokens that are computed: the nodes of the tree.
+    """The K of a micro-batch's T tokens that are computed, which are the nodes of the prefix tree.
 
-    `kept` i64 [K] are these tokens, ascending; `place` i64 [T] is each token's index among them.
+    `kept` i64 [K] has the indices of the computed tokens, ascending. `place` i64 [T] maps each token to the index, in
+    `kept`, of the computed token that represents it.
     """
 
     kept: Indices
@@ -35,10 +38,10 @@ class Distinct(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Self:
-        """Keep one of all tokens with equal prefixes, or every token if this would save too little.
+        """Keep one token of all that have equal prefixes; keep every token if sharing would save too little.
 
-        If the sampler's experts are replayed, only prompts are compared, since equal answers may have been routed
-        differently.
+        If the sampler's experts are replayed, only prompts are shared, since tokens of equal answers may have other
+        experts.
         """
         tokens, every = batch.token_ids, np.arange(batch.num_tokens)
         source = every.copy()
@@ -59,7 +62,7 @@ class Distinct(NamedTuple):
         return cls(np.flatnonzero(kept), (np.cumsum(kept) - 1)[source])
 
     def with_padding(self, count: int) -> Self:
-        """Append `count` further tokens, all of them computed."""
+        """Append `count` further tokens, each of which is computed."""
         added = np.arange(count)
         return type(self)(np.append(self.kept, len(self.place) + added), np.append(self.place, len(self.kept) + added))
 
@@ -73,15 +76,15 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums of the gradients of rows that were read from the same place.
+    """A plan that sums the gradients of all rows that were copied from the same source row (`place`).
 
-    Rows are added in pairs, then pairs of pairs: a fixed order, deterministic on every device, in few rounds.
+    Rows are added in pairs, then pairs of pairs, in few rounds and a fixed order: deterministic on every device.
 
     Attributes:
-        rows: i64 [M], the rows that share their place with others.
+        rows: i64 [M], the rows whose source is shared with other rows.
         rounds: for each round, indices into `rows` of the rows to add, and indices of the rows to add them to.
-        firsts: i64 [U], indices into `rows` of the rows that hold the final sums.
-        places: i64 [U], the places of these sums.
+        firsts: i64 [U], indices into `rows` of the rows that contain the final sums.
+        places: i64 [U], the source row to which each final sum belongs.
     """
 
     rows: Tensor
@@ -91,7 +94,7 @@ class Sums:
 
     @classmethod
     def of(cls, place: Indices, device: torch.device, rows: Indices | None = None) -> Self:
-        """Plan how to sum gradients of `rows` [N] (default 0, 1, …) that were read from the same `place` [N]."""
+        """Plan sums of the gradients of `rows` [N] (default 0, 1, …), where row i is a copy of `place[i]`."""
         order = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[order], prepend=-1))
         counts = np.diff(first, append=len(place))
@@ -111,7 +114,7 @@ class Sums:
         )
 
     def put(self, found: Tensor, grad: Tensor) -> Tensor:
-        """Return `found` [places, …] with the sums of `grad` [rows, …] at their places."""
+        """Write the sums of `grad` [rows, …] into `found` [places, …], for places that several rows read."""
         if not self.rounds:
             return found
         many = grad.index_select(0, self.rows)
@@ -123,7 +126,7 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows [N, …] read by `index` i64 [N] from `size` rows; `sums` add the gradients of rows read more than once."""
+    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` is for rows read more than once."""
 
     index: Tensor
     size: int
@@ -131,11 +134,11 @@ class Reading:
 
     @classmethod
     def of(cls, place: Indices, size: int, device: torch.device) -> Self:
-        """Plan to read `place` [N] from `size` rows."""
+        """Plan to read the rows `place` [N] of an array with `size` rows."""
         return cls(torch.from_numpy(place).to(device), size, Sums.of(place, device))
 
     def __call__(self, computed: Tensor) -> Tensor:
-        """Return the rows [N, …] of `computed` [K, …]."""
+        """Read the rows [N, …] from `computed` [K, …]."""
         read: Tensor = _Read.apply(computed, self)
         return read
 
@@ -149,5 +152,6 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         found = grad.new_zeros((ctx.reading.size, *grad.shape[1:]))
-        # A place that is read twice gets an arbitrary row first; `put` then overwrites it with the sum.
+        # For a row that was read several times, `index_copy_` keeps an arbitrary gradient; `put` then overwrites it
+        # with the sum.
         return ctx.reading.sums.put(found.index_copy_(0, ctx.reading.index, grad), grad), None

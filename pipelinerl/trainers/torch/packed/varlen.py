@@ -1,7 +1,8 @@
 """Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
-If segments share a prefix, queries cover each computed token once, keys and values each segment whole. The causal mask
-is aligned to the end of the keys, so a segment costs its unshared tokens times all its tokens.
+If segments share a prefix, each computed token has one query, but each segment has the keys and values of all its
+tokens. The causal mask is aligned to the end of the keys. The cost of a segment is its number of unshared tokens times
+its length.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ class VarlenKernel(Protocol):
 
         Args:
             cu_seq_q: i32 [S + 1], the start of each of the S segments' queries, then K; `cu_seq_k` likewise for keys.
-            max_q: the most queries of a segment; `max_k` likewise for keys.
-            window_size: the number of keys visible before a query's own (-1: all), and after it, which is 0. The last
-                query's own key is the segment's last.
+            max_q: the largest number of queries in a segment; `max_k` likewise for keys.
+            window_size: (n, 0), where n is the number of keys before a query's own position that it sees (-1: all). The
+                last query of a segment has the position of the segment's last key.
         """
         ...
 
 
 def torch_kernel() -> VarlenKernel:
-    """Return torch's kernel for any number of key heads; imported on demand, as the import loads torch's compiler."""
+    """Return torch's kernel for any number of key heads; the import is slow, since it loads torch's compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
     return for_fewer_key_heads(varlen_attn)
 
 
 def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
-    """Return a kernel that accepts fewer key heads than query heads; torch before 2.12 needs them repeated."""
+    """Wrap `kernel` to accept fewer key heads than query heads, by repeating key heads before torch 2.12."""
     if "enable_gqa" in signature(kernel).parameters:
         return cast(VarlenKernel, kernel)
 
@@ -74,10 +75,10 @@ class VarlenPlan:
     """The boundaries of segments among the K computed tokens; segments without a computed token are omitted.
 
     Attributes:
-        query_starts: i32 [S + 1], into the K tokens.
-        key_starts: i32 [S + 1], into the M tokens of whole segments.
-        most_queries, most_keys: maxima over segments.
-        keys: reads the M tokens from the K; None if they are the same.
+        query_starts: i32 [S + 1], where each segment's queries start among the K computed tokens.
+        key_starts: i32 [S + 1], where each segment's keys start among the M tokens of all whole segments.
+        most_queries, most_keys: the largest number of queries, and of keys, in a segment.
+        keys: copies the K computed tokens to the M tokens of whole segments; None if both are the same.
         kernel: the attention kernel.
         group: the processes that divide the K tokens outside attention, or None.
     """
@@ -120,7 +121,7 @@ class VarlenPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """Compute `AttentionPlan.attend`, in autocast's dtype if enabled; autocast does not cover the kernel."""
+        """Compute `AttentionPlan.attend`; cast to autocast's dtype here, because autocast does not cover the kernel."""
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
         kind = query.device.type

@@ -110,7 +110,7 @@ class _Sampler:
 
 
 def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return prompt order `number`, for one episode with the token limit `max_tokens`."""
+    """Return order number `number` for a prompt: it requests one episode with the token limit `max_tokens`."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     sampling = Sampling(num_samples=1, max_tokens=max_tokens)
     return PromptOrder(

@@ -83,7 +83,7 @@ class RecordError(PipelineError):
 
 
 class LedgerError(PipelineError):
-    """The counts of prompt orders are inconsistent: more orders ended than were issued."""
+    """The counts of orders for prompts are inconsistent: more orders ended than were issued."""
 
 
 class CheckpointError(PipelineError):

@@ -38,7 +38,7 @@ ANNOUNCEMENTS = "announcements"
 TAKEN = "taken"
 #: The number of consecutive skipped (non-finite) steps that end the run.
 SKIPS_THAT_END = 3
-#: The Redis consumer group in which all actors share the prompt orders.
+#: The Redis consumer group in which all actors share the orders for prompts.
 ACTORS_GROUP = "actors"
 
 
@@ -47,7 +47,7 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
-    """Return True if prompt order `index` has ended: it is below `frontier`, or in `beyond`."""
+    """Return True if the order for a prompt with this `index` has ended: it is below `frontier`, or in `beyond`."""
     return index < frontier or index in beyond
 
 
@@ -70,7 +70,7 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's account: the number of ended prompt orders by outcome.
+    """The trainer's account: the number of ended orders for prompts, by outcome.
 
     Ended orders are those with an index below `frontier`, and those in `beyond`. `no_signal` counts, by domain, the
     groups since the domain's last group with signal.
@@ -101,7 +101,7 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """A step on the groups of the prompt orders `orders` is complete, and the weights are now `model_version`.
+    """A step on the groups that the orders `orders` (indices) requested is complete; it made version `model_version`.
 
     `updates` contains metrics of each optimizer step, if a step may have several. `by_domain` and `by_tag` contain
     metrics of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of
@@ -123,7 +123,7 @@ class StepDone(ControlMessage, frozen=True):
 class StepSkipped(ControlMessage, frozen=True):
     """A step was skipped because `what` is NaN or infinite; the weights are unchanged.
 
-    `groups` lists the prompt orders of the step's batch, which are accounted for as filtered. `in_a_row` counts the
+    `groups` lists the orders of the step's batch, which are accounted for as filtered. `in_a_row` counts the
     skipped steps since the last completed step.
     """
 
@@ -146,7 +146,7 @@ class TrainerLeaving(ControlMessage, frozen=True):
 
 
 class OrdersEnded(ControlMessage, frozen=True):
-    """Prompt orders ended without a step (filtered or stale), so new prompts may be issued.
+    """Orders for prompts ended without a step (filtered or stale), so new orders may be issued.
 
     `again` lists orders whose groups were sampled by weights of an abandoned epoch: these orders have not ended, and
     must be sampled again.
@@ -161,7 +161,7 @@ class OrdersEnded(ControlMessage, frozen=True):
 class Starving(ControlMessage, frozen=True):
     """The trainer waits for groups, and no group has arrived for a while.
 
-    `held` lists the prompt orders whose groups the trainer already has.
+    `held` lists the orders whose groups the trainer already has.
     """
 
     epoch: int
@@ -231,7 +231,7 @@ class TrainerStopped(ControlMessage, frozen=True):
 
 
 class GroupFailed(ControlMessage, frozen=True):
-    """A prompt order failed for good and is not retried.
+    """An order for a prompt failed for good and is not retried.
 
     `persistence` says whether other orders would fail in the same way. `code` is the engine's error code, if an engine
     rejected the order (`inference_contract.errors`).
@@ -248,7 +248,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a prompt order: its oldest token, sampled by version `oldest`, is too old at `current`."""
+    """An actor gave up a group: its oldest token, sampled by version `oldest`, is too old to train at `current`."""
 
     order_id: str
     index: int
@@ -342,7 +342,7 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Unix times at which prompt order `index` was claimed by an actor, sampled by `engine`, and verified.
+    """Unix times at which the order with this `index` was claimed by an actor, sampled by `engine`, and verified.
 
     `spans` are pairs (version, number of tokens) of the group's longest answer. No decision depends on these times.
     """
@@ -383,7 +383,7 @@ class Directive(ControlMessage, frozen=True):
 
     `publish_to` lists the engines that must receive the trainer's weights now; empty if no publication is due.
     `membership` numbers the set of engines: if the number changes, a new process group is formed. Engines in
-    `to_verify` must pass a canary check. `failed` and `stale` list prompt orders that ended without a group. If steps
+    `to_verify` must pass a canary check. `failed` and `stale` list orders that ended without a group. If steps
     wait for overdue groups, `issued` is the number of orders issued so far, and `fresh_until` lists pairs (first order,
     step): orders from `first order` on can be trained until that step, inclusive.
     """

@@ -57,14 +57,14 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Domain shares are exact in each block of `size` prompt orders (the groups of one step), from order `since` on."""
+    """Domain shares are exact in each block of `size` orders (the groups of one step), from order `since` on."""
 
     since: int
     size: int
 
 
 class Purpose(StrEnum):
-    """The purpose of a prompt order: its samples are trained on or evaluated."""
+    """The purpose of an order for a prompt: its samples are trained on or evaluated."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -104,7 +104,7 @@ class DomainSampling:
 
 
 class IssuedAt(NamedTuple):
-    """The epoch (number of the trainer's start) and the version of the weights when a prompt order was issued."""
+    """The epoch (number of the trainer's start) and the version of the weights when an order was issued."""
 
     epoch: int = 0
     version: int = 0
@@ -342,7 +342,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The G rollouts of one prompt order.
+    """The G rollouts that one order for a prompt requested.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
     the group from training; empty if the group may train. `issued_at` is that of the order.

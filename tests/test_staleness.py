@@ -1,4 +1,4 @@
-"""Tests of the bounds j and k as RLAX §3.1 defines them, just within and just beyond each bound."""
+"""Tests of the staleness bounds j (engine reload) and k (trainer acceptance) of RLAX §3.1, within and beyond each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 
-def test_reload_is_due_when_loaded_weights_are_j_versions_old() -> None:
+def test_engine_reload_is_due_when_its_weights_are_as_many_versions_old_as_the_bound_j() -> None:
     bounds = StalenessBounds(3, 9)
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 
 
-def test_rollout_is_accepted_if_at_most_k_versions_old() -> None:
+def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bound_k() -> None:
     bounds = StalenessBounds(1, 2)
     assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)

@@ -1,5 +1,7 @@
 """The actor's loop: claim a prompt order, make its group (single turns or episodes), append the group to the stream.
 
+A prompt order (`PromptOrder`) is the controller's request for one group: G rollouts of one prompt.
+
     loop       consumes                  waits for              unblocked by
     claim      prompt orders (stream)    a slot for a group     a group that ended
     work × n   one order                 the engine's answer    the engine, or another one after a failure
@@ -75,7 +77,7 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Limit on the prompt orders in flight. Any task may give back slots that another task took."""
+    """Limit on the orders (requested groups) in flight. Any task may give back slots that another task took."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -130,11 +132,14 @@ class Actor:
         self._resampled = 0
 
     def resize(self, groups_in_flight: int) -> None:
-        """Work on at most `groups_in_flight` prompt orders at once from now on."""
+        """Work on at most `groups_in_flight` orders (requested groups) at once from now on."""
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Set the trainer's version and staleness bound `k`, and drop groups that have become too old to train."""
+        """Set the trainer's version and the staleness bound `k` (the most versions between sampling and training).
+
+        Drop groups that have become too old to train.
+        """
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:

@@ -62,7 +62,7 @@ class GroupProgress(Protocol):
 
 
 class GroupMaker(Protocol):
-    """Maker of a prompt order's rollouts, which are single turns or episodes."""
+    """Maker of the rollouts that an order for a prompt requests; they are single turns or episodes."""
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if none can be made."""

@@ -58,7 +58,7 @@ def catalogue(console: Console) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class OfRun:
-    """The rollouts of one step of a run; if `group` (a prompt order's index) is set, only its tokens are shown."""
+    """The rollouts of one step of a run; if `group` (a group's index) is set, only that group's tokens are shown."""
 
     run_dir: Path
     step: int

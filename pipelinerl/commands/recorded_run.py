@@ -1,6 +1,6 @@
-"""The recorded steps of a finished run: their metrics and prompt orders, and the groups on which they trained.
+"""The recorded steps of a finished run: their metrics, and the rollout groups on which they trained.
 
-    runs/<name>/  recipe.toml · events.jsonl (metrics and prompt orders) · redis/ (the groups)
+    runs/<name>/  recipe.toml · events.jsonl (metrics, and the groups' indices) · redis/ (the groups)
 
 Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
 data. `elastic_decisions` applies the rule that scales the number of engines to a recorded run's metrics, as a dry run.
@@ -70,7 +70,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the stored groups, keyed by prompt order, in order of arrival.
+    """Return the stored groups, keyed by the index of the order that requested them; each list is in order of arrival.
 
     Raises:
         UserError: the run is live, or no groups are stored.

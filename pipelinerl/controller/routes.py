@@ -87,11 +87,12 @@ def _is_unicode(text: str) -> bool:
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
 #: Type of a domain's name. Its length is limited because every actor receives the domains of all verifier services.
 _DomainName = Annotated[str, Field(max_length=256)]
-#: Seconds after its last offer for which a verifier service gets new work.
+#: Lifetime in seconds of a verifier service's registration. Each `POST /verifiers` of the service renews it; after that
+#: time without renewal, the service gets no new work.
 LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
-#: Interval in seconds between offers of an engine, for fleets of up to `OFFERS_AT_ONCE` engines. In larger fleets the
-#: interval grows in proportion, so the controller's load stays the same.
+#: Seconds after which an engine repeats its offer to join the fleet (`POST /engines`), if the fleet has at most
+#: `OFFERS_AT_ONCE` engines. In larger fleets the interval grows in proportion, so the controller's load stays the same.
 OFFER_S: Final = 2.0
 OFFERS_AT_ONCE: Final = 32
 

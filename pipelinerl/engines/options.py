@@ -64,8 +64,10 @@ class EngineOptions:
             )
 
     def cache_blocks(self, size: int, num_bytes: int, *, allowed: int | None) -> int:
-        """Return the number of cache blocks of `size` tokens and `num_bytes` bytes that fit into `allowed` bytes; None
-        allows the whole context for every slot. Raises `ModelError` if not even one sequence fits.
+        """Return the number of KV cache blocks to allocate; each holds `size` tokens in `num_bytes` bytes.
+
+        The blocks suffice for a full context in every slot, unless `allowed` (bytes; None for no limit) permits only
+        fewer. Raises `ModelError` if not even one full context fits.
         """
         each = -(-self.context_length // size)
         blocks = self.slots * each if allowed is None else min(self.slots * each, allowed // num_bytes)

@@ -101,7 +101,11 @@ class History(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of one episode. If `turn_tokens` is None, the prompt order's `max_tokens` limits each answer."""
+    """Limits of one episode.
+
+    `turn_tokens` is the most tokens of one answer. None means the limit `max_tokens` of the `PromptOrder`, the
+    controller's request for the group of episodes.
+    """
 
     max_turns: int = 20
     timeout_s: float = 600.0

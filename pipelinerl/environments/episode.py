@@ -5,10 +5,10 @@ answer of the model are already known. The engine continues these tokens with th
 
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
-Each sampled token is recorded once. The prompt order overrides an agent's sampling parameters; an agent can only lower
-the token limit. An answer is abandoned if its agent repeats the request without reading the answer. A segment is a run
-of turns that share their tokens. A new one begins where the history differs from the sampled one, or where the chat
-template renders earlier turns differently.
+Each sampled token is recorded once. The controller's `PromptOrder`, which requests the episode, overrides an agent's
+sampling parameters; an agent can only lower the token limit. An answer is abandoned if its agent repeats the request
+without reading the answer. A segment is a run of turns that share their tokens. A new one begins where the history
+differs from the sampled one, or where the chat template renders earlier turns differently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
 #: Matches the beginning of a malformed tool call in any format. Parsed calls are no longer in an answer's text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
-#: Parameters of an agent's request that the prompt order overrides; they are dropped and counted.
+#: Parameters of an agent's request that the `PromptOrder` overrides; they are dropped and counted.
 _SAMPLING: Final = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
@@ -160,7 +160,7 @@ class ToolCalls:
 
 @final
 class Episode:
-    """The episode of one sample of a prompt order; for use from a single event loop."""
+    """The episode of one of the samples that a `PromptOrder` requests; for use from a single event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -168,7 +168,7 @@ class Episode:
         self.limits = limits
         self.secret = secrets.token_hex(16)
         self.overridden: Counter[str] = Counter()
-        """Number of times that the prompt order overrode a parameter of an agent, by the parameter's name."""
+        """Number of times that the `PromptOrder` overrode a parameter of an agent, by the parameter's name."""
         self.calls = ToolCalls()
         self.sampling_s = 0.0
         """Seconds spent on sampling the turns."""

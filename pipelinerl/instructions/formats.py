@@ -59,7 +59,7 @@ class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether at least `num_sections` sections begin: the given word, followed by a number."""
+        """Return whether the given word, followed by a number, occurs at least `num_sections` times."""
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
@@ -77,7 +77,7 @@ class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether at least `num_highlights` texts that are not empty are highlighted."""
+        """Return whether the answer highlights at least `num_highlights` texts that are not empty."""
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
@@ -90,7 +90,7 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "Your answer must contain a title, wrapped in double angular brackets, such as <<poem of joy>>."
 
     def follows(self, answer: str) -> bool:
-        """Return whether some line has a title that is not empty."""
+        """Return whether the answer has a title `<<…>>` that is not empty and stands on one line."""
         for line in answer.split("\n"):
             begin, end = line.find("<<"), line.rfind(">>")
             if 0 <= begin < end and line[begin:end].strip("<> \t\r"):
@@ -161,7 +161,7 @@ class Postscript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return f"At the end of your answer, add a postscript starting with {self.postscript_marker}"
 
     def follows(self, answer: str) -> bool:
-        """Return whether the marker of the postscript occurs."""
+        """Return whether the answer contains the marker of the postscript."""
         marker = self.postscript_marker.strip()
         pattern = _POSTSCRIPTS.get(marker) or re.compile(re.escape(marker), re.IGNORECASE)
         return pattern.search(answer) is not None

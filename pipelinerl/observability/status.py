@@ -128,7 +128,7 @@ class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of prompt orders by outcome; after every step, `issued` is the sum of all other counts."""
+    """Counts of orders for prompts by outcome; after every step, `issued` is the sum of all other counts."""
 
     issued: int = 0
     trained: int = 0

@@ -1,7 +1,7 @@
 """An actor's process: streams, engine pool, verifiers, episodes and their gateway.
 
-The actor claims no prompt order before it knows the run's engines from the controller. So an actor that cannot reach
-the controller takes no work from other actors, and an actor may start before the controller.
+The actor claims no prompt order (a work request) before it knows the run's engines from the controller. So an actor
+that cannot reach the controller takes no work from other actors, and an actor may start before the controller.
 
 | waits for | at most | who unblocks it |
 |---|---|---|

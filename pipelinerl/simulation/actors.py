@@ -1,8 +1,8 @@
 """`SimulatedActors` and `SimulatedTrainer`: the simulation's actors and trainer, and the `Agenda` of its events.
 
-Actors claim prompt orders, send requests, have answers judged, and deliver groups. An actor does one thing at a time,
-since it is one event loop. It holds at most `groups_in_flight` orders; further orders wait in the stream. A request
-goes to the engine with the fewest outstanding answers, counted over all actors, as in `engines/http/pool.py`.
+Actors claim orders for prompts, send requests, have answers judged, and deliver groups. An actor does one thing at a
+time, since it is one event loop. It holds at most `groups_in_flight` orders; further orders wait in the stream. A
+request goes to the engine with the fewest outstanding answers, counted over all actors, as in `engines/http/pool.py`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SimulatedActors:
         self._least = [(0, engine) for engine in range(self.engines)]
 
     def order(self, group: SimulatedGroup) -> None:
-        """Add a prompt order to the stream."""
+        """Add an order for a prompt to the stream of orders."""
         self._orders.append(group)
         self._claim()
 

@@ -40,12 +40,12 @@ from pipelinerl.simulation.simulator import simulate
 
 #: If tokens per step vary by less than this share of their mean, no time per optimizer step can be fitted.
 _SPREAD: Final = 0.2
-#: Upper limit in seconds of the search for an actor's work per rollout.
+#: Calibration searches between 0 and this number of seconds for the time that an actor itself spends on a rollout.
 _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
-#: Number of steps in each simulation during the search for an actor's work.
+#: Number of trainer steps in each run that calibration simulates.
 _TRIED_STEPS: Final = 40
-#: Transit time of prompt orders and groups through the streams, in seconds.
+#: Transit time of orders for prompts and of rollout groups through the streams, in seconds.
 _TRANSIT_S: Final = 0.002
 
 

@@ -30,7 +30,7 @@ class SimulatedStep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Numbers of prompt orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Orders for prompts, counted by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
 
     issued: int
     trained: int

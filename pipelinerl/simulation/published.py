@@ -21,12 +21,13 @@ from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, Prices, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.setting import LengthLaw
 
-#: Share of the peak bandwidth that transfers reach. It follows from PipelineRL's appendix A.4 (arXiv:2509.19128), where
-#: 44 H100s with 192 rows each generate 16.9 tokens per flash: 0.384 of peak FLOPS, or the weights read at 0.59 of the
-#: peak bandwidth.
+#: Share of the peak bandwidth that transfers reach, derived from PipelineRL's appendix A.4 (arXiv:2509.19128). A flash
+#: is the time in which one GPU at peak FLOPS computes the forward pass of one token. There, 44 H100s, each decoding 192
+#: sequences, generate 16.9 tokens per flash, so a decode step takes 192 · 44 / 16.9 = 500 flashes. Reading the weights
+#: once at peak bandwidth would take 295 flashes, a share of 0.59.
 BANDWIDTH_SHARE: Final = 0.6
-#: Share of the peak FLOPS that large matrix products reach in decoding and prefill: r_train in the same appendix, 3 ·
-#: 26.02 / 128.
+#: Share of the peak FLOPS that large matrix products reach in decoding and prefill. It is taken from the trainer's rate
+#: r_train in the same appendix: 3 · 26.02 / 128 = 0.61.
 ARITHMETIC_SHARE: Final = 0.6
 #: Share of device memory for weights and KV cache: vLLM's default.
 MEMORY_SHARE: Final = 0.9
@@ -121,9 +122,10 @@ class PublishedHardware:
     prices: Prices = field(default_factory=Prices)
 
     def times(self, *, engine_devices: int, trainer_devices: int, rows: int, context: float) -> Hardware:
-        """Return the times of engines of `engine_devices` devices each, and of a trainer of `trainer_devices` devices.
+        """Return the hardware table: how long decoding, training and weight updates take on the given devices.
 
-        The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average. Raises
+        Each engine has `engine_devices` devices, the trainer `trainer_devices`. The decode times are computed for
+        batches of `rows` sequences with `context` tokens on average; for smaller batches they are approximate. Raises
         RecipeError if the weights and the KV cache of all rows do not fit into the engine's memory.
         """
         device, size = self.accelerator, self.size

@@ -24,7 +24,7 @@ class SimulatedSetting:
     from conventional RL with G optimizer steps to in-flight updates.
 
     Attributes:
-        oversample: most prompt orders issued for each order that is expected to train.
+        oversample: most orders for prompts issued for each order whose group is expected to be trained.
         filtered: share of groups that are filtered out, so that they are not trained on.
     """
 

@@ -1,4 +1,4 @@
-"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first prompt order to its last step.
+"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first order for a prompt to its last step.
 
     controller   issues orders within its bounds         `StalenessBounds`, `FilteredShare`: the real decisions
     actors       request, judge, deliver              `actors.py`

@@ -1,11 +1,14 @@
 """A private Valkey or Redis server, for runs that are not given the address of one.
 
-    command(directory, port) ─▶ argv     for a launcher that starts roles itself; `server_url`, `answers` go with it
-    EmbeddedRedis(directory)             starts, stops and restarts the same server
+    EmbeddedRedis(directory)       starts, stops and restarts the server as a child process
+    command(directory, port)       returns the server's command line, for a caller that starts the process itself
+    server_url(directory, port)    returns the address of the server that this command line starts
+    answers(url)                   returns whether the server at `url` is ready
 
-The server listens on the loopback interface, and with `command` on a `host` too, with a generated password (files 0600
-in a 0700 directory). It writes every acknowledged command to an append-only file, evicts nothing, and exits with its
-parent. All its files are in its directory: redis.conf, password, log, appendonlydir/.
+The server listens on the loopback interface; `command` can add another address (`host`). Clients need a generated
+password, which is stored in a file (mode 0600) in the server's directory (mode 0700). The server writes
+every acknowledged command to an append-only file, evicts nothing, and exits with its parent. All its files are in its
+directory: redis.conf, password, log, appendonlydir/.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -105,7 +108,10 @@ def server_url(directory: Path, port: int) -> str:
 
 
 def answers(url: str, *, timeout_s: float = 1.0) -> bool:
-    """Return whether our server at `url` has loaded its file and answers; another run's server rejects the password."""
+    """Return whether this run's server at `url` has loaded its data and answers.
+
+    It returns False for the server of another run, which rejects the password.
+    """
     client = Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
     )

@@ -3,7 +3,7 @@
     offset  size
     0       4     magic `PLRL`
     4       1     format version
-    5       1     kind: 1 rollout group, 2 prompt order, 3 message
+    5       1     kind: 1 rollout group, 2 order for a prompt, 3 message
     6       2     zero
     8       4     H, bytes of the header
     12      4     B, bytes of the columns
@@ -281,12 +281,12 @@ def _further_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDA
 
 
 def encode_order(order: PromptOrder) -> bytes:
-    """Encode a prompt order. Raises `RecordError` if its metadata is not plain data."""
+    """Encode an order for a prompt. Raises `RecordError` if its metadata is not plain data."""
     return _seal(Kind.ORDER, order)
 
 
 def decode_order(record: bytes) -> PromptOrder:
-    """Decode a prompt order. Raises `RecordError`."""
+    """Decode an order for a prompt. Raises `RecordError`."""
     header, _ = _open(record, Kind.ORDER)
     return _parse(_order_decoder, header)
 
@@ -305,7 +305,7 @@ def named_order(record: bytes) -> int | None:
 
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Encode a report, or an order other than a prompt order, from plain data: no arrays, no objects."""
+    """Encode a message (`messages.py`), such as a report or a directive, from plain data: no arrays, no objects."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 

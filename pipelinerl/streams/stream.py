@@ -6,7 +6,7 @@ There are two ways to read, with different guarantees:
   again. Rollouts are read this way; deduplication by group id then gives exactly-once processing.
 - By consumer group (`claim` / `acknowledge`): consumers share the work, at least once. A dead consumer's entries are
   claimed by others after `reclaim_idle_s`, or immediately by the restarted consumer (`held`). A consumer with a long
-  task renews its claim (`renew`). Prompt orders, which are idempotent, are read this way.
+  task renews its claim (`renew`). Orders for prompts, which are idempotent, are read this way.
 
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at

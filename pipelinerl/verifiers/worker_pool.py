@@ -175,7 +175,7 @@ class WorkerPool:
                 turn.move(self._slow_places)
                 turn.worker.lower_priority()
                 return await turn.worker.receive()
-            turn.end()  # kills the worker, since every slow place is taken
+            turn.end()  # kills the worker; the question is sent again when one of the places for slow questions is free
             await turn.enter(self._slow_places, group)
             turn.worker = await self._ready_worker()
             turn.worker.lower_priority()

@@ -209,7 +209,7 @@ async def until(happened: Callable[[], Any]) -> Any:
     return found
 
 
-async def test_prompt_order_becomes_a_rollout_group() -> None:
+async def test_order_for_a_prompt_becomes_a_rollout_group() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -227,7 +227,7 @@ async def test_prompt_order_becomes_a_rollout_group() -> None:
 
 
 async def test_group_too_old_for_the_next_step_is_dropped() -> None:
-    """With k = 2, a group begun at version 3 is too old for the step after version 5; one restarted at 5 is not."""
+    """With staleness bound k = 2, a group begun at version 3 is too old at version 5; one restarted at 5 is not."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)

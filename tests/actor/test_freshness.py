@@ -13,7 +13,7 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
 def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: float) -> None:
-    """The step after version v accepts a group if (v + 1) − oldest ≤ k (RLAX §3.1), and v only grows."""
+    """The step after version v accepts a group if (v + 1) − oldest ≤ k (staleness bound, RLAX §3.1); v only grows."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
     if not can_be_fresh(began, current=current, k=k):

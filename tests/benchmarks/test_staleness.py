@@ -1,4 +1,4 @@
-"""The staleness benchmark compares runs that differ in the staleness bounds (j, k) and the importance weight."""
+"""The benchmark compares runs that differ in staleness bounds (engine reload j, trainer k) and importance weight."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group
 
 
-def test_recorded_step_without_a_trainer_ready_event_has_no_orders(tmp_path: Path) -> None:
+def test_recorded_step_lists_no_rollout_groups_if_no_trainer_ready_event_precedes_it(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
     assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"

@@ -106,7 +106,7 @@ def test_invalid_override_is_rejected_in_one_line_naming_the_key(override: str, 
     assert "\n" not in refusal(override), "one finding, one line"
 
 
-def test_staleness_k_below_j_is_rejected_with_a_remedy() -> None:
+def test_recipe_whose_trainer_staleness_bound_k_is_below_its_engine_reload_bound_j_is_rejected() -> None:
     assert refusal("staleness.j=2", "staleness.k=1").startswith("staleness.k must be at least j = 2, got 1: ")
 
 

@@ -215,7 +215,7 @@ def test_answer_that_is_rendered_again_to_other_tokens_begins_a_new_segment(
     assert (trained == [[2, 3, 7, 8, 4], [2, 3, 9, 4, 5, 3, 6, 4]]) is not is_mutant
 
 
-def test_sampling_parameters_come_from_the_prompt_order_and_agents_can_only_lower_limits() -> None:
+def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit() -> None:
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
     assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
@@ -223,7 +223,7 @@ def test_sampling_parameters_come_from_the_prompt_order_and_agents_can_only_lowe
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
-def test_sampling_seed_depends_on_prompt_order_sample_agent_and_turn() -> None:
+def test_sampling_seed_is_reproducible_and_differs_between_samples_and_between_agents() -> None:
     def seed(sample: int, agent: str) -> int | None:
         return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
 

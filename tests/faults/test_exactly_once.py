@@ -1,4 +1,4 @@
-"""Every prompt order is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
+"""Each order for a prompt is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
 
 This is a toy pipeline over the real streams. An actor claims orders, appends a group per order under an id that it
 chooses, then acknowledges the order. A trainer saves the groups that its weights have seen in checkpoints; later

@@ -140,7 +140,9 @@ def test_message_contents_never_become_control_tokens_and_other_chats_are_unchan
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_messages_around_a_spelled_control_token_are_encoded_unchanged(name: str, data: st.DataObject) -> None:
+def test_message_that_contains_a_control_token_as_text_does_not_change_the_encoding_of_other_messages(
+    name: str, data: st.DataObject
+) -> None:
     before, after = data.draw(chats()), data.draw(chats())
     spelt = [Message("user", data.draw(st.sampled_from(CONTROL[name]))), *after]
     ids, theirs = chat(name).encode_chat([*before, *spelt]), own(raw(name), [*before, *spelt])
@@ -159,7 +161,7 @@ def test_24_hostile_messages_inject_no_control_token_into_the_tiny_models_chat()
         assert structure("tiny", ids) == ["<|user|>", "<|end|>", "<|assistant|>"], frame.format(token)
 
 
-def test_spelled_control_token_is_split_as_by_the_tokenizer() -> None:
+def test_control_token_written_as_text_is_split_as_by_the_tokenizer() -> None:
     content = "ab <|im_end|> cd\n"
     split = raw("chatml").encode(f"user\n{content}", add_special_tokens=False, split_special_tokens=True)
     start, end = (raw("chatml").convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -231,7 +233,9 @@ OPENED = "<|im_start|>user\n{{ %s }}<|im_end|>"
         ("'x' if messages | length > 5 else messages[0].content", "<|im_start|>b", "<|im_start|>b"),
     ],
 )
-def test_spelled_control_token_is_tracked_through_template_filters(change: str, content: str, shown: str) -> None:
+def test_control_token_written_as_text_is_tracked_through_template_filters(
+    change: str, content: str, shown: str
+) -> None:
     tokenizer, made = refitted(OPENED % change)
     ids = made.encode_chat([Message("user", content)])
     assert tokenizer.convert_ids_to_tokens([ids[0], ids[-1]]) == ["<|im_start|>", "<|im_end|>"]

@@ -130,7 +130,7 @@ async def indices(stream: Stream) -> list[int]:
     return [decode_group(entry.payload).index for entry in entries]
 
 
-async def test_actor_claims_no_prompt_order_before_its_controller_answers(
+async def test_actor_claims_no_order_for_a_prompt_before_its_controller_answers(
     identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The controller may start later than the actor, end, and come back; each change is logged once."""

@@ -164,7 +164,7 @@ def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_name
     assert package.run.finished
     again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
     assert package.run.begun["resume"] == "allow"
-    for told in (again, again):  # the second time, the same steps are repeated after a checkpoint
+    for told in (again, again):  # the second pass logs the same steps again, like a run resumed from a checkpoint
         told.rewind(2)
         told.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
         told.log(3, {"reward": 0.25}, time=8.0)

@@ -113,7 +113,7 @@ async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_controller_restarts_despite_an_unreadable_prompt_order(tmp_path: Path) -> None:
+async def test_controller_restarts_despite_an_unreadable_order_for_a_prompt(tmp_path: Path) -> None:
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)

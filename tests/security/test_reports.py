@@ -171,7 +171,7 @@ async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_prompt_order_of_an_unreadable_group_is_reported_as_failed() -> None:
+async def test_order_of_an_unreadable_group_is_reported_as_failed() -> None:
     """Otherwise the order would stay in flight until no other group is left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)

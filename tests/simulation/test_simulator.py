@@ -23,7 +23,7 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_every_simulated_order_has_one_outcome_and_trained_groups_respect_k(
+def test_every_simulated_order_has_one_outcome_and_trained_groups_are_within_staleness_bound_k(
     j: int, k: float, on_update: OnUpdate
 ) -> None:
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)

@@ -280,7 +280,7 @@ def test_message_record_survives_a_round_trip(kind: str, body: dict[str, Any]) -
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_prompt_order_record_survives_a_round_trip(order: PromptOrder) -> None:
+def test_record_of_an_order_for_a_prompt_survives_a_round_trip(order: PromptOrder) -> None:
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)

@@ -197,10 +197,11 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
     raise AssertionError(f"{what} must raise {error.__name__}, but nothing was raised")
 
 
-#: Gradient norm, far below eps, that `_fainter` aims at by scaling the objective's weights.
+#: Gradient norm to which `_fainter` scales the objective. It is far below AdamW's eps = 1, so that the first step is
+#: close to learning rate · gradient.
 _FAINT: Final = 0.01
-#: Relative decrease of the loss in a step: large enough to measure in fp32, small enough to be proportional to the
-#: step.
+#: Share of the loss by which that step should decrease it: large enough to measure in fp32, small enough that the
+#: decrease is proportional to the step.
 _SHARE: Final = 1e-3
 
 

@@ -55,7 +55,7 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every prompt order; call `on_answer` for each (None if it failed); raise `UserError` if all failed."""
+    """Send every order for a prompt; call `on_answer` for each (None if it failed); raise `UserError` if all failed."""
     waiting, failures, answered = iter(orders), list[str](), 0
 
     async def work() -> None:
@@ -148,7 +148,7 @@ class _Answering:
         self._episodes = episodes
 
     async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        """Return all samples of a prompt order and their verdicts; raise `ContractError` or `PipelineError`."""
+        """Return all samples that an order requests, and their verdicts; raise `ContractError` or `PipelineError`."""
         if self._episodes is not None and order.problem.domain in self._episodes.domains:
             made = await self._episodes.make(order, Unwatched())
             texts = [

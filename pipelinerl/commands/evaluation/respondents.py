@@ -44,10 +44,10 @@ _V1: Final = "/v1"
 
 
 class Respondent(Protocol):
-    """Answers prompt orders."""
+    """Source of the samples that an order for a prompt requests: an engine or a server."""
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the prompt order; raise `ContractError` or `PipelineError` if the request fails."""
+        """Return all samples that `order` requests; raise `ContractError` or `PipelineError` if the request fails."""
         ...
 
     @property
@@ -196,7 +196,7 @@ class _OfTheContract:
         return answered if isinstance(answered, Answered) else Answered(answered, engine)
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the prompt order, drawn with the same random seeds as in a run."""
+        """Return all samples that `order` requests, drawn with the same random seeds as in a run."""
         answered = await self._complete(chat_request(order))
         completion = answered.completion if isinstance(answered, Answered) else answered
         return [
@@ -220,7 +220,7 @@ class _OfText:
         return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the prompt order, each drawn with its own seed."""
+        """Return all samples that `order` requests, each drawn with its own seed."""
         async with asyncio.TaskGroup() as group:
             requests = [
                 group.create_task(

@@ -51,7 +51,7 @@ class RunSnapshot:
         status: the controller's status; if no controller answers, as much of the status as the files contain.
         state: live, starting, finished, suspended, failed, crashed or silent.
         knobs: values by name, domain weights as `domain_weights.<name>`.
-        ledger: counts of prompt orders; None if unknown.
+        ledger: counts of orders for prompts, by outcome; None if unknown.
         waits: pairs (cause, share of the last steps' time spent on this wait), if the run's files are on this machine.
         obstacle: the reason why knobs cannot be changed; empty if they can.
         reading: the share of the event log that has been read.

@@ -138,7 +138,7 @@ class EngineRecord:
 
     @property
     def may_return(self) -> bool:
-        """True if it was expelled for failures that time may fix."""
+        """True if this engine was expelled for failures that may pass with time, so it may join again later."""
         return self.lifecycle is EngineLifecycle.EXPELLED and self.expulsions > 0 and not (self.refuses or self.to_stop)
 
 

@@ -104,7 +104,7 @@ class Knobs:
 
     @property
     def bounds(self) -> StalenessBounds:
-        """The staleness bounds (j, k)."""
+        """The staleness bounds: j, after which engines reload, and k, beyond which rollouts are not trained."""
         return StalenessBounds(self.j, self.k)
 
     @property

@@ -3,9 +3,10 @@
 Each layer's parameters are gathered when the layer computes, and then freed. Gradients are summed over the processes
 into fp32 shards, never averaged, because token weights are computed on the whole batch.
 
-Shards are kept as plain tensors, which share memory with the model's own. `named_parameters` cannot replace them,
-because it shows whole parameters during a pass; nor can `state_dict`, which would free gathered parameters. Other
-threads read these tensors; they hold the result of the last optimizer step even while passes use other weights.
+`ShardedModel.shards` keeps this process's shards as plain tensors, which share memory with the model's parameters. The
+model's own methods do not suffice: during a pass, `named_parameters` returns whole gathered parameters, and calling
+`state_dict` would free them. Other threads read the shards through `last_step_shards`. It returns the weights after
+the last optimizer step, even while a pass computes with other weights, which `lent` has put into the model.
 
 With expert parallelism, each process holds some experts, and transformers' `AllToAllEP` sends each token to the process
 that holds its expert, by two differentiable all-to-alls per layer. After backward, an expert's gradient covers the

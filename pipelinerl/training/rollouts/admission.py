@@ -1,4 +1,6 @@
-"""Admission of rollout groups to training, by staleness (the bound k), duplicates and signal; and their ledger.
+"""Admission of rollout groups to training, by staleness, duplicates and signal; and their ledger.
+
+The staleness bound k is the most versions by which a group's oldest token may precede the version that a step makes.
 
 An order is the controller's request for one group, and a group's index is that of its order. Each group that is read
 ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a skipped step); an order may

@@ -140,7 +140,7 @@ class PersistentRepository:
         return data
 
     def __contains__(self, link: Link) -> bool:
-        """Return whether a file with the link's name and size exists."""
+        """Return whether the folder has a file for `link` with the right size; the file's content is not checked."""
         try:
             return self._path(link).stat().st_size == link.size
         except OSError:

@@ -241,7 +241,8 @@ def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | Up
 #
 # This NCCL code has not been run on GPUs. Its tests use work objects of gloo, and a fake with torch's signatures.
 
-#: Environment variables that torch reads when it builds a group: the watchdog does not end the process or write traces.
+#: Environment variables that are set while torch builds an NCCL group. They keep torch's watchdog thread from ending
+#: the process or writing traces when a rank fails.
 _WITHOUT_WATCHDOG: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -202,7 +202,9 @@ def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_
     assert out.read_bytes() == before
 
 
-def test_evaluation_set_is_chosen_by_name_and_overridden(model: Path, recipe: Path) -> None:
+def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_on_the_command_line(
+    model: Path, recipe: Path
+) -> None:
     table = to_table(load(recipe))
     sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
     config = parse(table | {"evaluations": sets})

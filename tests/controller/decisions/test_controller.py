@@ -148,8 +148,8 @@ def test_trainer_gets_a_directive_to_stop_and_save_after_three_skipped_steps() -
     assert run.directive.controller_state is not None
 
 
-def test_run_with_k_and_j_of_one_trains_each_step_on_the_latest_version() -> None:
-    """With j = k = 1, at most one step's prompts are in flight, and all groups of a step come from one version."""
+def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest_version() -> None:
+    """At most the prompts of one step are in flight, and all groups of a step come from one version."""
     run = world(k=1, j=1)
     run.begin()
     while run.finished is None:
@@ -513,7 +513,7 @@ def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object],
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_knobs_accept_presets_and_an_infinite_k() -> None:
+def test_knobs_accept_staleness_presets_and_an_infinite_staleness_bound_k() -> None:
     assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 

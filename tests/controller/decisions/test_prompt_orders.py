@@ -1,4 +1,4 @@
-"""Tests of prompt orders as functions of seed, index and knobs; a domain's own settings take precedence."""
+"""Orders for prompts (work requests) depend only on seed, index and knobs; a domain's own settings take precedence."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_controller_answers_reports_with_directives_and_prompt_orders(tmp_path: Path) -> None:
+async def test_controller_answers_reports_with_directives_and_orders_for_prompts(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()

@@ -26,7 +26,7 @@ def test_patch_with_the_current_knobs_in_json_form_is_valid_and_changes_nothing(
         assert some.patched(shown) == some
 
 
-def test_staleness_bound_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
+def test_trainer_staleness_bound_k_must_be_finite_if_the_weights_of_the_last_k_versions_are_kept() -> None:
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})
@@ -55,7 +55,7 @@ def test_invalid_domain_weights_are_rejected(change: dict[str, Any], sentence: s
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
 
-def test_knob_patch_that_makes_staleness_bound_j_exceed_k_is_rejected_as_a_whole() -> None:
+def test_knob_patch_is_rejected_if_engine_reload_bound_j_would_exceed_trainer_staleness_bound_k() -> None:
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
         knobs(j=1, k=4).patched({"j": 6})
@@ -106,7 +106,7 @@ def test_rollouts_per_step_beyond_the_capacity_of_the_streams_is_rejected() -> N
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
 
 
-def test_knobs_other_than_k_must_be_finite() -> None:
+def test_knobs_other_than_the_staleness_bound_k_must_be_finite() -> None:
     base = knobs()
     for name in ("temperature", "learning_rate"):
         with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):

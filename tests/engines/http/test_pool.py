@@ -377,7 +377,7 @@ async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_reject
         await pool.complete(ask())
 
 
-async def test_engine_named_by_a_request_answers_it_and_meanwhile_gets_no_requests_that_name_no_engine() -> None:
+async def test_while_an_engine_answers_requests_addressed_to_it_all_other_requests_go_to_other_engines() -> None:
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])

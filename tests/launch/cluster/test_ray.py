@@ -81,7 +81,7 @@ def test_run_on_ray_without_the_package_is_rejected_with_an_install_command(
 
 
 @pytest.mark.slow
-def test_ray_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
+def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_them(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"

@@ -486,7 +486,7 @@ def go_on(page: Page, screen: str) -> None:
     shown(page, screen.split("/")[0].split("?")[0])
 
 
-def test_slider_changes_staleness_k_of_a_live_controller(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     with steered_run(tmp_path / "run") as run:
@@ -526,7 +526,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
 
 
 @pytest.mark.slow  # the test above covers this with the controller alone
-def test_slider_changes_staleness_k_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "live"

@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_content_link_round_trips_through_its_text(data: bytes) -> None:
+def test_content_link_is_recovered_by_parsing_its_text_form(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)

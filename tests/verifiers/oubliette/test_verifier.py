@@ -1,4 +1,4 @@
-"""The verifier `Oubliette`: answers with programs, judged by tests."""
+"""Tests of the verifier `Oubliette`, which runs the program in a model's answer on the problem's test cases."""
 
 from __future__ import annotations
 

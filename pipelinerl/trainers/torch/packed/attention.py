@@ -61,7 +61,8 @@ def attend(
     Args:
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
         attention_mask: None, since transformers creates no mask for this implementation.
-        segments: the plan, which the caller passes to the model's forward as a keyword.
+        segments: where the packed segments lie and how to compute their attention. The caller passes this plan to the
+            model's forward as a keyword, and transformers passes it on.
 
     Returns:
         [1, K, H, d], and no attention weights.

@@ -115,7 +115,7 @@ SIZES: Final[Mapping[str, ModelSize]] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedHardware:
-    """An accelerator and a model size, whose times depend on the recipe."""
+    """An accelerator and a model size; `times` computes a hardware table for the devices and batches of a recipe."""
 
     accelerator: Accelerator
     size: ModelSize

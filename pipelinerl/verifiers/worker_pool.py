@@ -54,7 +54,7 @@ _PROCESSOR_TIME_OF: Final = 2
 _TIMES_THE_MEDIAN: Final = 4.0
 #: The medians of the times are taken over this many latest answers.
 _NEWEST: Final = 31
-#: Number of slow places per normal place.
+#: Number of places for slow questions per normal place.
 _SLOW_PLACES: Final = 2
 #: Nice value of workers with slow questions; on Linux it gives them a tenth of the processor share of other processes.
 _LOW_PRIORITY: Final = 10
@@ -169,7 +169,10 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """Return the answer to a slow question. If no slow place is free, kill its worker and ask another one later."""
+        """Return the answer to a slow question.
+
+        If no place for slow questions is free, kill the question's worker and send the question to another one later.
+        """
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)

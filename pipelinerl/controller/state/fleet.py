@@ -102,16 +102,16 @@ class EngineRecord:
         incarnation: identifies one process of the engine; empty, like name and type, if an operator offered the engine.
         joined_at: number of the first membership that includes the engine.
         loaded: the version last published to the engine in this epoch; −1 if none.
-        refused: the version for which the engine last failed the canary check; this version is not published to the
-            engine again while other engines serve.
-        failed_updates, failed_checks: failures since the engine last passed the canary check. No answer to the check counts
-            as a failed update.
+        refused: the version for which the engine last failed the canary check; the engine does not get this version
+            again while other engines serve.
+        failed_updates, failed_checks: failures since the engine last passed the canary check. No answer to the check
+            counts as a failed update.
         unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
         expulsions: how often the engine was expelled for failures since it last passed the canary check.
         returns_at: when an expelled engine may join again; the wait begins at its first answer after the failure. 0
             before that answer.
         to_stop: True if an operator removed the engine, so the launcher may end its process.
-        refuses: True if the engine was expelled for a cause that retries cannot fix, but that a new process may have fixed.
+        refuses: True if the engine was expelled for a cause that only a new process can have fixed, not a retry.
         pinned: True if the engine is excluded from publications and from regular work.
     """
 
@@ -209,7 +209,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new process at `url` must wait, because earlier ones died before the canary check."""
+        """Return the seconds that a new process at `url` must wait, as earlier ones died before the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0

@@ -21,7 +21,7 @@ from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
 GPUS: Final = (8, 64, 512)
-GENERATIONS: Final = (1, 4, 16)
+GENERATIONS: Final = (1, 4, 8, 16)
 #: Rollouts of an optimizer step, rollouts of a group, prompt tokens, and sequences that an engine decodes at once.
 _BATCH: Final = 1024
 _GROUP: Final = 8
@@ -45,14 +45,15 @@ class Scaled:
     gpus: int
     engines: int
     steps_per_hour: float
-    age: float
+    lag: float
+    """Mean number of optimizer steps from the sampling of a rollout's oldest token to its training."""
     trainer_computes: float
 
     def described(self, first: float) -> str:
         """Return the figures in words, compared with `first` optimizer steps per hour."""
         return (
             f"{self.steps_per_hour / first:.2f} ({self.steps_per_hour:.0f} steps/h, {self.engines} generate, "
-            f"age {self.age:.1f}, trainer computes {self.trainer_computes:.0%})"
+            f"lag {self.lag:.1f}, trainer computes {self.trainer_computes:.0%})"
         )
 
 
@@ -120,6 +121,6 @@ def _scaled(arm: str, gpus: int, engines: int, batches: int, found: Prediction) 
         gpus=gpus,
         engines=engines,
         steps_per_hour=batches * found.steps_per_hour,
-        age=found.staleness_mean,
+        lag=(found.staleness_mean - 1) * batches + (batches + 1) / 2,
         trainer_computes=found.trainer_computes,
     )

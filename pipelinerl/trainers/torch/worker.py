@@ -104,7 +104,9 @@ class TorchWorker:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         model = accelerator.prepare(loaded.model)
         rounding = spec.rounding if loaded.gather_dtype is torch.bfloat16 else Rounding.NEAREST
-        apart = {trained[name]: Master(name, values, rounding) for name, values in masters.items()}
+        apart: dict[Tensor, Master] = {
+            trained[name]: Master(name, values, rounding) for name, values in masters.items()
+        }
         for parameter, master in apart.items():
             parameter.detach().copy_(master.rounded(master.values))
         optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)

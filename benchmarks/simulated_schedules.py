@@ -66,7 +66,7 @@ def run(quick: bool = False) -> None:
     rows = [Row(f"{each.gpus} H100s: {each.arm}", each.described(first[each.gpus])) for each in scaled]
     print_table("simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1", rows)
     payload: dict[str, Any] = {"arms": [asdict(each) for each in scaled]}
-    write_record("schedules_at_scale", payload, quick=quick)
+    write_record("simulated_schedules", payload, quick=quick)
 
 
 def arms(gpus: int, *, steps: int) -> list[Scaled]:

@@ -1,0 +1,17 @@
+"""Simulated schedules on published hardware: throughput and lag of the arms."""
+
+from __future__ import annotations
+
+from benchmarks.simulated_schedules import GENERATIONS, arms
+
+
+def test_simulated_arms_have_the_throughput_and_lag_of_their_schedule() -> None:
+    found = {each.arm: each for each in arms(8, steps=6)}
+    conventional = [found[f"conventional G = {generation}"] for generation in GENERATIONS]
+    assert [each.lag for each in conventional] == [(generation + 1) / 2 for generation in GENERATIONS]
+    speeds = [each.steps_per_hour for each in conventional]
+    assert speeds == sorted(speeds), "larger generations wait less often for their longest answer"
+    one_step_off, in_flight = found["one step off"], found["in flight, k = 8"]
+    assert 1 < one_step_off.lag <= 2 and in_flight.lag <= 8
+    assert in_flight.steps_per_hour > one_step_off.steps_per_hour > conventional[0].steps_per_hour
+    assert 0 < in_flight.engines < in_flight.gpus == 8

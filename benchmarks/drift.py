@@ -1,4 +1,4 @@
-"""Measure how often re-rendering a conversation changes its tokens, compared with the gateway's continuation.
+"""Measure how often rendering a conversation again changes its tokens, and that the gateway's never do.
 
     naive      renders and tokenises all messages again for each turn; a conversation drifts if the new tokens do not
                begin with the tokens of the turns before

@@ -1,4 +1,4 @@
-"""Measure how many rollouts per second pass through the rollout queue, and how many bytes a sampled token takes.
+"""Measure rollouts per second through the rollout queue, and bytes per sampled token.
 
     ours       encode, append in batches, read, decode, through RedisStream and records
     pickled    one pickled rollout per XADD, read one at a time

@@ -1,4 +1,4 @@
-"""Measure how long a killed trainer and a killed run take to recover, compared with processes that only import.
+"""Measure how long a killed trainer and a killed run take to recover, compared with a bare import.
 
     trainer    kill -9 of a live run's trainer: time from the start of its next process to the controller's directive
     run        kill -9 of all processes: time from the start of `run --resume` to the controller's directive

@@ -1,4 +1,4 @@
-"""Measure the cost of staleness: the recipe `tiny` with six pairs of bounds (j, k), with and without importance weight.
+"""Measure the cost of staleness: `tiny` with six pairs (j, k), with and without importance weights.
 
     (1, 1)     on policy, in lockstep: sample, train, publish, in turn
     (1, 2)     one step off

@@ -1,4 +1,4 @@
-"""Compare the time to reach a held-out accuracy with that of TRL's GRPOTrainer: target 1.0 of TRL's time, goal 0.5.
+"""Compare the time to a held-out accuracy with that of TRL's GRPOTrainer; target 1.0, goal 0.5.
 
 Both arms train the recipe `tiny` with the same inputs and hyper-parameters (`trl_arm` translates them), on the same two
 cores, one after the other; their order alternates by seed.

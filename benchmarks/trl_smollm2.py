@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M on two cores: measure the accuracy within half an hour, and the time compared with TRL's.
+"""Train SmolLM2-135M on two cores: accuracy within half an hour, and time compared with TRL's.
 
 Both arms train `examples/smollm2/json_facts.toml` with three seeds, as `benchmarks/trl.py` describes. Install `pip
 install 'pipelinerl[smollm2]'` first; the example's own script fetches the model.

@@ -1,4 +1,4 @@
-"""Measure how long an engine decodes no tokens while it takes new weights, compared with a memcpy of these weights.
+"""Measure how long an engine decodes no tokens during an update, compared with a memcpy of the bytes.
 
 A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
 through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread records the

@@ -78,7 +78,7 @@ def test_trials_of_a_schedule_choose_the_fastest_core_allocation_and_then_the_be
     def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:
         fast, good = "engine.count=2", "learning_rate=0.001"
         assert all(job.seed not in (0, 1, 2) for job in jobs)
-        return [{"seconds": float(fast not in job.changes), "reward": float(good in job.changes[-1])} for job in jobs]
+        return [{"seconds": float(fast not in job.changes), "area": float(good in job.changes[-1])} for job in jobs]
 
     monkeypatch.setattr(benchmark, "PARALLEL", ("launch.threads=1", "engine.count=2"))
     monkeypatch.setattr(benchmark, "measured", measure)

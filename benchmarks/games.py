@@ -41,7 +41,7 @@ def guessing(model: Path) -> tuple[str, ...]:
         "engine.context_length=64",
         "optimizer.learning_rate=0.4",
         "optimizer.warmup_steps=0",
-        "objective.grad2.beta=0.01",
+        "objective.grad2.beta=0.004",
         "run.steps=80",
     )
 

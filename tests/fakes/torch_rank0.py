@@ -25,7 +25,8 @@ from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
 from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step
 from trainer_contract.errors import StateError, TrainerError
-from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Rounding, TrainerSpec, WeightDType
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
@@ -98,6 +99,18 @@ def train(
     np.savez(directory / "steps.npz", **taken)
     trainer.close()
     return {"version": first + count}
+
+
+def served(directory, *, model, options):
+    """Step twice with dithered weights; return whether `forward` and `forward_at` these weights have equal bits."""
+    trainer = TorchTrainer()
+    trainer.init_worker(spec_of(model, options, gather_dtype=WeightDType.BFLOAT16, rounding=Rounding.DITHERED))
+    steps(trainer, first=0, count=2, parts=2)
+    ahead, held = batches(2, 2), copied(trainer.gather_weights())
+    pairs = list(zip(trainer.forward(ahead), trainer.forward_at(ahead, held), strict=True))
+    np.savez(directory / "served.npz", predictions=np.concatenate([ours for ours, _ in pairs]))
+    trainer.close()
+    return [ours.tobytes() == theirs.tobytes() for ours, theirs in pairs]
 
 
 def train_alone(directory, *, options, **given):

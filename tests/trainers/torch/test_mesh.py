@@ -229,6 +229,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
         (directory / "lora_cp", "train", {"model": model, "count": 2, "options": CP | {"lora": LORA}}),
         (directory / "epochs", "epochs", {"model": model}),
         (directory / "begin", "begin", {"models": begun}),
+        (directory / "served", "served", {"model": model}),
         (directory / "refused", "refused", {"model": model, "restore_from": str(directory / "state")}),
         (directory / "divided", "show", {"model": model, "options": DIVIDED}),
         (
@@ -386,6 +387,14 @@ def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
     assert len(list((four / "shards").glob("*.safetensors"))) == 4
     succeed([(tmp_path / "2", "resave", {"model": model, "restore_from": str(four)})])
     assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
+
+
+def test_passes_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
+    assert found(two[0] / "served") == [True, True]
+    torch_rank0.served(tmp_path, model=model, options={})
+    np.testing.assert_allclose(
+        arrays(two[0] / "served")["served.predictions"], arrays(tmp_path)["served.predictions"], rtol=0, atol=1e-2
+    )
 
 
 def test_conformance_checks_of_rank_agreement_pass_on_two_processes(two):

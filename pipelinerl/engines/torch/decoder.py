@@ -159,11 +159,9 @@ class LlamaForward:
 
 def _linear(module: nn.Linear) -> _Product:
     forward: object = module.forward
-    return (
-        forward
-        if isinstance(forward, QuantizedLinear | Fp32Head | InvariantLinear)
-        else _Linear(module.weight, module.bias)
-    )
+    if isinstance(forward, QuantizedLinear | Fp32Head | InvariantLinear):
+        return forward
+    return _Linear(module.weight, module.bias)
 
 
 def _layer(layer: Any) -> _Layer:

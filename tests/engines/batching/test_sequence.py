@@ -50,7 +50,7 @@ def test_text_window_finds_the_same_stop_string_as_a_plain_search(tokenizer: Cha
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
-        # Of several stop strings, the one that ends first wins; of those, the one that begins first.
+        # The stop string that ends first wins; if several end together, the one that begins first.
         ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         shown = text[: min(ends)[1]] if ends else text
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text

@@ -117,6 +117,7 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
         trained=int(batch.loss_mask.sum()),
         checkpointing=case.checkpointing,
         rank=case.rank,
+        on_gpu=device.type == "cuda",
         wire=shape.dtype,
         moments=case.optimizer.moments,
         place=case.optimizer.place,

@@ -23,8 +23,9 @@ from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
-#: Number of logits held at once: 64 MiB in fp32. A smaller input is one piece and needs no recomputation.
-LOGITS_AT_ONCE: Final = 2**24
+#: Number of logits held at once, by type of device: 64 MiB in fp32, or 512 MiB on a GPU, where every piece reads the
+#: weight three times and adds to its gradient: few large pieces. A smaller input is one piece, without recomputation.
+LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 
 
 def token_predictions(
@@ -35,11 +36,12 @@ def token_predictions(
     *,
     vocab_size: int,
     measures: tuple[HeadMeasure, ...] = (),
-    logits_at_once: int = LOGITS_AT_ONCE,
+    logits_at_once: int | None = None,
 ) -> Tensor:
     """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, then M measures.
 
-    With more than `logits_at_once` logits, tokens are processed in pieces, and backward recomputes the logits.
+    With more than `logits_at_once` logits (default: `LOGITS_AT_ONCE`), tokens are processed in pieces, and backward
+    recomputes the logits.
 
     Args:
         hidden: [N, d], at the positions before the tokens.
@@ -49,7 +51,7 @@ def token_predictions(
         vocab_size: V.
         measures: the M measures of each token's distribution to compute, such as its entropy.
     """
-    rows = max(1, logits_at_once // vocab_size)
+    rows = max(1, (logits_at_once or LOGITS_AT_ONCE[hidden.device.type]) // vocab_size)
     if hidden.shape[0] <= rows:
         return _predictions(head(hidden), token_ids, temperatures, measures)
     if isinstance(head, nn.Linear) and "forward" not in vars(head):

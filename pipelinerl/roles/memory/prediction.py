@@ -20,11 +20,12 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.roles.wiring import is_url, references_of
+from pipelinerl.system.machine import has_accelerator
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
 from pipelinerl.trainers.torch.options import gradients_of, mesh_of
-from trainer_contract.types import Precision, WeightDType
+from trainer_contract.types import Device, Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
 _SHARDS: Final = (2, 4, 8, 16, 32, 64)
@@ -165,6 +166,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         moments=optimizer.moments,
         place=optimizer.place,
         gradients=gradients_of(section.options),
+        on_gpu=section.device is Device.CUDA or (section.device is Device.AUTO and has_accelerator()),
     )
 
 

@@ -32,8 +32,8 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Number of logits computed at once: the value of `numerics.torch_logprobs`, whose import would load torch.
-LOGITS_AT_ONCE: Final = 2**24
+#: Number of logits computed at once: the values of `numerics.torch_logprobs`, whose import would load torch.
+LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 #: Factor by which padding sequences to buckets of similar lengths increases what attention keeps.
 _PADDING: Final = 1.1
 #: Number of arrays of the logits' size in memory: log-softmax, its gradient, and the gradient of the logits.
@@ -47,7 +47,7 @@ class TrainerMemory:
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
     same size is loaded as well; `references` counts frozen models; `moments` is the dtype of the optimizer's moments,
-    `place` where they are.
+    `place` where they are. A GPU (`on_gpu`) computes more logits at once.
     """
 
     shape: ModelShape
@@ -65,6 +65,7 @@ class TrainerMemory:
     moments: MomentDType = MomentDType.FP32
     place: StatePlace = StatePlace.DEVICE
     gradients: GradientSum = GradientSum.WHOLE
+    on_gpu: bool = False
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -226,9 +227,10 @@ class TrainerMemory:
         """Bytes that the output layer's pass needs, or a layer's backward pass if that needs more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
-        at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
+        most = LOGITS_AT_ONCE["cuda" if self.on_gpu else "cpu"]
+        at_once, weight = min(whole, most), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:
+        if whole > most:
             # The layer computes in pieces and sums the weight's gradient in fp32; bf16 needs twice the memory for it.
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import bound_memory, export_order, export_weight, load_weights, place_weights
+from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, LOGITS_ON_ACCELERATOR
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.attention import PADDING, PackedAttention, Rows
 from pipelinerl.trainers.jax.options import JaxOptions
@@ -72,6 +73,7 @@ class JaxWorker:
             remat=options.remat,
             attention=_attention(options.attention, devices[0].platform, compute),
             head=spec.head_precision,
+            logits_at_once=LOGITS_AT_ONCE if devices[0].platform == "cpu" else LOGITS_ON_ACCELERATOR,
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)

@@ -21,7 +21,7 @@ from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_batch_invariant
-from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
+from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
@@ -42,14 +42,12 @@ _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 class PackedModel(nn.Module):
     """A causal language model that predicts the log-probs of packed tokens."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE, kernels: Kernels = Kernels.FAST
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, kernels: Kernels = Kernels.FAST) -> None:
         super().__init__()
         self.model = model
         self._kernels = kernels
         self._buffers_saved = persistent_buffers(model)
-        self._logits_at_once = logits_at_once
+        self._logits_at_once: int | None = None
         self.routing = torch_routers.shape_of(model)
         self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
 

@@ -137,8 +137,10 @@ def test_model_shape_from_the_config_matches_the_weight_files(tmp_path):
     assert len(shape.adapted(None)) == 2 * 7
 
 
-def test_memory_prediction_uses_the_trainers_logits_chunk_size():
+def test_memory_prediction_uses_the_trainers_logits_chunk_size(large):
     assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
+    plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=2048, trained=2048, rank=16)
+    assert replace(plain, on_gpu=True).parts["logits"] == 12 * LOGITS_AT_ONCE["cuda"] > plain.parts["logits"]
 
 
 def test_process_that_does_not_fit_gets_advice_with_which_it_fits(large):

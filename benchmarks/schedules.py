@@ -47,8 +47,9 @@ from pipelinerl.config.recipe import load
 RECIPE: Final = "tiny"
 GENERATIONS: Final = (1, 2, 4, 8)
 _CONVENTIONAL: Final = tuple(f"conventional G = {g}" for g in GENERATIONS)
-#: Rewards for which the time to reach them is reported.
-TARGETS: Final = (0.6, 0.7)
+#: Rewards for which the time to reach them is reported, of the tiny recipe and of others.
+_TARGETS: Final = (0.6, 0.7)
+_OTHER_TARGETS: Final = (0.7, 0.9)
 _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "one step off": ("staleness.j=1", "staleness.k=2"),
     "drain": ("staleness.j=1", "staleness.k=8", "engine.on_update=drain"),
@@ -132,7 +133,6 @@ COLUMNS: Final = (
     Column("reward at the end", "reward", ".3f"),
     Column("mean reward by samples", "area", ".3f"),
     Column("seconds", "seconds", ".0f"),
-    *(Column(f"seconds to {target}", f"seconds_to_{target}", ".1f") for target in TARGETS),
     Column("tokens/s", "tokens_per_s", ".0f"),
     Column("engine busy", "engine_busy", ".0%"),
     Column("trainer busy", "trainer_busy", ".0%"),
@@ -141,6 +141,11 @@ COLUMNS: Final = (
     Column("ESS", "ess", ".3f"),
     Column("others' processor time", "others", ".0%"),
 )
+
+
+def targets_of(recipe: str) -> tuple[float, ...]:
+    """Return the rewards for which the time to reach them is reported."""
+    return _TARGETS if recipe == RECIPE else _OTHER_TARGETS
 
 
 def schedules() -> list[Schedule]:
@@ -161,7 +166,7 @@ def figures(job: Job, run: FinishedRun) -> Figures:
     row = figures_of(job, run)
     several = next(each.generation for each in schedules() if each.name == job.arm)
     seconds, rewards = row["by_seconds"]
-    for target in TARGETS:
+    for target in targets_of(job.recipe):
         reached = (at for at, reward in zip(seconds, rewards, strict=True) if reward >= target)
         row[f"seconds_to_{target}"] = next(reached, None)
     return row | {
@@ -178,7 +183,8 @@ def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
     median with its interval. An arm that missed the reward with any seed has no ratio.
     """
     found: dict[str, Any] = {}
-    for cell, target in product(dict.fromkeys(row["cell"] for row in runs), TARGETS):
+    cells_of_runs = {row["cell"]: targets_of(row["recipe"]) for row in runs}
+    for cell, target in [(cell, target) for cell, targets in cells_of_runs.items() for target in targets]:
         seconds = {
             name: [row[f"seconds_to_{target}"] for row in rows]
             for name, rows in by_arm([row for row in runs if row["cell"] == cell]).items()
@@ -265,10 +271,12 @@ def run(
     changes: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2),
     steps: int | None = None,
+    only: Sequence[str] = (),
 ) -> None:
-    """Choose each arm's overrides by trials, then train every arm of every cell with every seed, print and record."""
+    """Choose the overrides of each arm (or those in `only`) by trials, then train it in every cell with every seed."""
     grid = [replace(cell, optimizer_steps=steps or cell.optimizer_steps) for cell in cells(quick=quick, recipe=recipe)]
     arms = schedules()[:: len(GENERATIONS) + 3] if quick else schedules()
+    arms = [arm for arm in arms if not only or arm.name in only]
     name = f"schedules_{Path(recipe).stem}"
     keys = {} if quick else chosen(name, grid, arms)
     jobs = [
@@ -280,7 +288,8 @@ def run(
     runs = measured(name, jobs, figures, quick=quick, summary=ratios)
     for cell in grid:
         rows = [row for row in runs if row["cell"] == cell.name]
-        print(f"\nschedules: {cell.name}; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+        times = [Column(f"seconds to {target}", f"seconds_to_{target}", ".1f") for target in targets_of(cell.recipe)]
+        print(f"\nschedules: {cell.name}; mean over the seeds [lowest, highest]\n{table(rows, (*times, *COLUMNS))}")
 
 
 def plot(path: Path = PICTURES / "schedules.png") -> Path:

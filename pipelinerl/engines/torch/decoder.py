@@ -11,6 +11,7 @@ each of these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -41,20 +42,48 @@ class _Linear(NamedTuple):
 _Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # functions [B, in] → [B, out]
 
 
+@final
+class _Joined:
+    """Linear layers with the same input. If their weights lie back to back in memory, one product computes them all."""
+
+    def __init__(self, *parts: _Product) -> None:
+        self._parts = parts
+        self._sizes: list[int] = []
+        self._weight: Tensor | None = None
+
+    def find(self) -> None:
+        """Look the weights up again, after a swap has moved them."""
+        self._weight = None
+        weights = [part.weight for part in self._parts if isinstance(part, _Linear) and part.bias is None]
+        if len(weights) == len(self._parts) and _are_adjacent(weights):
+            self._sizes = [len(weight) for weight in weights]
+            self._weight = weights[0].detach().as_strided((sum(self._sizes), weights[0].shape[1]), weights[0].stride())
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """Return each layer's result [B, out]."""
+        if self._weight is None:
+            return [part(x) for part in self._parts]
+        return linear(x, self._weight).split(self._sizes, dim=-1)
+
+
+def _are_adjacent(weights: Sequence[Tensor]) -> bool:
+    """Return whether matrices lie back to back in the same memory."""
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    of_one = len({(weight.dtype, weight.untyped_storage().data_ptr()) for weight in weights}) == 1
+    return of_one and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer's parameter objects; a swap changes the data that they refer to."""
 
     input_norm: Tensor
-    query: _Product
-    key: _Product
-    value: _Product
+    queries_keys_values: _Joined
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: _Product
     post_norm: Tensor
-    gate: _Product
-    up: _Product
+    gate_and_up: _Joined
     down: _Product
     scale: float
     window: int | None
@@ -82,6 +111,7 @@ class LlamaForward:
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._project, self._finish = self._projected, self._finished
+        self._address = 0
 
     def compile(self) -> None:
         """Compile all but attention at the first forward, for any number of tokens, with unchanged rounding."""
@@ -108,6 +138,7 @@ class LlamaForward:
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
+        self._find_weights()
         batch, length = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # shape [B · T, 1, D]
@@ -123,18 +154,28 @@ class LlamaForward:
             x = self._finish(x, attended.reshape(batch * length, -1), layer)
         return x
 
+    def _find_weights(self) -> None:
+        """After a swap, point the joined layers at the parameters' new memory."""
+        address = self._norm.data_ptr()
+        if address != self._address:
+            self._address = address
+            for layer in self._layers:
+                layer.queries_keys_values.find()
+                layer.gate_and_up.find()
+
     def _projected(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, Hq, D], keys and values [N, H · D] of a layer's input [N, d]."""
         h = self._normed(x, layer.input_norm)
-        query = self._rotated(layer.query(h), self._heads, layer.query_norm, cos, sin)
-        key = self._rotated(layer.key(h), self._kv_heads, layer.key_norm, cos, sin)
-        return query, key, layer.value(h)
+        queries, keys, values = layer.queries_keys_values(h)
+        query = self._rotated(queries, self._heads, layer.query_norm, cos, sin)
+        return query, self._rotated(keys, self._kv_heads, layer.key_norm, cos, sin), values
 
     def _finished(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
         """Return a layer's result [N, d] from its input [N, d] and its attention [N, Hq · D]."""
         x = x + layer.output(attended)
         h = self._normed(x, layer.post_norm)
-        return x + layer.down(silu(layer.gate(h)).mul_(layer.up(h)))
+        gate, up = layer.gate_and_up(h)
+        return x + layer.down(silu(gate).mul_(up))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._rms_norm(x, weight.float()).to(weight.dtype)
@@ -169,15 +210,12 @@ def _layer(layer: Any) -> _Layer:
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return _Layer(
         input_norm=layer.input_layernorm.weight,
-        query=_linear(attention.q_proj),
-        key=_linear(attention.k_proj),
-        value=_linear(attention.v_proj),
+        queries_keys_values=_Joined(*map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj))),
         query_norm=None if norms[0] is None else norms[0].weight,
         key_norm=None if norms[1] is None else norms[1].weight,
         output=_linear(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight,
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
+        gate_and_up=_Joined(_linear(mlp.gate_proj), _linear(mlp.up_proj)),
         down=_linear(mlp.down_proj),
         scale=attention.scaling,
         window=getattr(attention, "sliding_window", None),

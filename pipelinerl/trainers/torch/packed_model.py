@@ -134,7 +134,7 @@ class PackedModel(nn.Module):
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
-    """Let torch compile each layer, except its attention, for any number of tokens, during the first pass.
+    """Let torch compile each layer, except its attention, for any number of tokens, during its first pass.
 
     Compilation fuses norms, rotations, gates and conversions into few kernels, with the same rounding. Torch cannot
     compile across activation checkpoints; with checkpointing, each child module of a layer is compiled separately.

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast, final
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -27,7 +28,7 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, op
 from pipelinerl.trainers.torch.options import attention_of, compile_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
-from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predicted, require_finite
+from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted, require_finite
 from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
@@ -96,9 +97,10 @@ class TorchWorker:
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
-        compiled = compile_of(spec.options)
-        if compiled if compiled is not None else _is_worth_compiling(loaded.model, accelerator.device):
-            log.info("layers: compiled during the first pass")
+        compiles = compile_of(spec.options)
+        if compiles is None:
+            compiles = _is_worth_compiling(loaded.model, accelerator.device)
+        if compiles:
             compile_layers(loaded.model, gradient_checkpointing=spec.gradient_checkpointing)
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
@@ -135,6 +137,8 @@ class TorchWorker:
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
         worker._serve()
+        if compiles:
+            worker._warm_up()
         return worker
 
     @property
@@ -187,6 +191,17 @@ class TorchWorker:
         if self.gather_dtype is own.dtype:  # parameters with masters are bf16, rounded as engines hold them
             return own
         return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
+
+    def _warm_up(self) -> None:
+        """Compile the layers by passes over made-up tokens, so that this happens while engines start."""
+        log.info("layers: compiling")
+        batch = _made_up_batch(self.vocab_size)
+        with self._computing_as_engines():
+            with torch.no_grad():
+                predict(self.model, self.setting, batch, batch.loss_mask)
+            nothing = 0.0 * predict(self.model, self.setting, batch, batch.loss_mask).sum()
+            self.accelerator.backward(nothing)
+        self.discard_gradient()
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
@@ -296,6 +311,23 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
+
+
+def _made_up_batch(vocab_size: int, *, segments: int = 8, length: int = 64) -> MicroBatch:
+    """Return a micro-batch of different segments with one loss token each."""
+    count = segments * length
+    places, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
+    return MicroBatch(
+        token_ids=places % vocab_size,
+        position_ids=places % length,
+        segment_ids=places // length,
+        loss_mask=places % length == length - 1,
+        advantages=zeros,
+        weights=zeros,
+        behavior_logprobs=zeros,
+        temperatures=np.ones(count, np.float32),
+        num_segments=segments,
+    )
 
 
 @contextmanager

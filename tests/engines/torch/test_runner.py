@@ -18,6 +18,7 @@ import transformers as hf
 
 from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.torch import decoder
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward_of, load_for_decoding
 from pipelinerl.engines.torch.page_cache import CacheReading
@@ -170,6 +171,27 @@ def test_module_free_forward_is_chosen_for_supported_architectures_only(
 def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
+
+
+@pytest.mark.parametrize(("name", "products"), [("llama", 4), ("qwen3", 4), ("qwen2_untied", 6)])
+def test_layers_without_biases_compute_projections_of_one_input_in_one_product_also_after_a_swap(
+    directories: dict[str, Path], name: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, calls = _runner(directories[name]), []
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(arguments)
+        return torch.nn.functional.linear(*arguments)
+
+    monkeypatch.setattr(decoder, "linear", counted)
+    _start(runner, [Row(_prompt(0, 2))])
+    assert isinstance(runner._forward, LlamaForward)
+    for _ in range(2):
+        calls.clear()
+        runner.decode(1)
+        assert len(calls) == products * len(runner._forward._layers) + 1
+        runner.staging().copy_(_bytes_of(directories[name], runner))
+        runner.swap()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -405,7 +427,7 @@ def test_compiled_forward_decodes_the_same_tokens(directories: dict[str, Path], 
 
 
 def _bytes_of(path: Path, runner: TorchRunner) -> torch.Tensor:
-    weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cuda")).named_parameters())
+    weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=runner._device).named_parameters())
     parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
     return torch.cat(parts)
 

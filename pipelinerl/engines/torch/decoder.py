@@ -57,7 +57,8 @@ class _Joined:
         weights = [part.weight for part in self._parts if isinstance(part, _Linear) and part.bias is None]
         if len(weights) == len(self._parts) and _are_adjacent(weights):
             self._sizes = [len(weight) for weight in weights]
-            self._weight = weights[0].detach().as_strided((sum(self._sizes), weights[0].shape[1]), weights[0].stride())
+            joined = weights[0].detach().as_strided((sum(self._sizes), weights[0].shape[1]), weights[0].stride())
+            self._weight = nn.Parameter(joined, requires_grad=False)  # torch compiles for a parameter's exact size
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """Return each layer's result [B, out]."""

@@ -23,7 +23,7 @@ from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
-from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, attend
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, OpaquePlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
@@ -160,7 +160,8 @@ def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:
     """Return the last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are tokens and positions."""
     tokens, positions = token_ids
-    output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False)
+    plan = OpaquePlan(segments)
+    output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=plan, use_cache=False)
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 
 

@@ -12,7 +12,8 @@ from tests.patience import PATIENCE_S
 
 PYTHON = os.environ.get("PIPELINERL_OLD_PYTHON")
 ROOT = Path(__file__).parents[3]
-STEPS = "packed_equals_padded or checkpointing or bf16_is_close"
+STEPS = "packed_equals_padded or checkpointing or bf16_is_close or compiled_once"
+FILES = ["tests/trainers/torch/test_trainer.py", "tests/trainers/torch/packed/test_varlen.py"]
 
 
 @pytest.mark.slow
@@ -29,6 +30,6 @@ def test_torch_trainer_imports_with_the_oldest_supported_versions(module: str) -
 @pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
 def test_torch_trainer_steps_with_the_oldest_supported_versions() -> None:
     assert PYTHON is not None
-    argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", "tests/trainers/torch/test_trainer.py", "-k", STEPS]
+    argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", *FILES, "-k", STEPS]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-4000:]

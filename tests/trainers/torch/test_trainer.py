@@ -91,6 +91,21 @@ def test_packed_equals_padded_reference_for_each_architecture(name, model_path, 
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
+@pytest.mark.parametrize("precision", Precision)
+def test_warm_up_of_compiled_layers_changes_nothing_in_the_trainer(precision, model_path, micro_batch):
+    trainers = [started(model_path("qwen2"), precision=precision) for _ in range(2)]
+    trainers[0]._worker._warm_up()
+    assert not trainers[0]._worker.has_gradient
+    assert all(parameter.grad is None for parameter in trainers[0]._worker.model.parameters())
+    losses = []
+    for trainer in trainers:
+        losses.append(trainer.backward([micro_batch()], OBJECTIVE)[0].loss)
+        trainer.optimizer_step(learning_rate=1e-3)
+    assert losses[0] == losses[1]
+    warm, cold = (copied(trainer.gather_weights()) for trainer in trainers)
+    assert all(np.array_equal(warm[name], cold[name]) for name in cold)
+
+
 def test_splitting_and_reordering_a_batch_change_only_rounding(model_path, micro_batch):
     whole = started(model_path("qwen2"))
     total = whole.backward([micro_batch()], OBJECTIVE)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
@@ -37,6 +37,27 @@ class AttentionPlan(Protocol):
         A query sees `window` positions, including its own (None: all earlier ones). `scale` None means 1/√d.
         """
         ...
+
+
+@final
+class OpaquePlan:
+    """An `AttentionPlan` on its way through a model's layers. Torch's compiler does not look into it.
+
+    torch 2.11 compiles layers again for each different structure of a dataclass among their arguments, and gives up
+    compiling after eight.
+    """
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+
+    @property
+    def group(self) -> SequenceGroup | None:
+        """The plan's group."""
+        return self._plan.group
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+        """Attend by the plan."""
+        return self._plan.attend(query, key, value, window=window, scale=scale)
 
 
 #: Function that makes an `AttentionPlan` for packed segments. Its first argument is each token's position [T], which

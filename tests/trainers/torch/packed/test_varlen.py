@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AutoModel
 
 from pipelinerl.trainers.torch.loading import load
-from pipelinerl.trainers.torch.packed.attention import attend
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, attend
 from pipelinerl.trainers.torch.packed.attention_choice import HeadShapes
 from pipelinerl.trainers.torch.packed.planner import failed_trial
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, for_fewer_key_heads, torch_kernel
+from pipelinerl.trainers.torch.packed_model import hidden_states
 from pipelinerl.trainers.torch.passes import PassSetting, predict
 from tests.fakes.varlen_kernel import varlen_attention
 from tests.patience import PATIENCE_S
@@ -176,6 +179,23 @@ def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branchin
         out, *gradients = attended(plan, drawn, cotangent, window)
     assert (out.shape, out.dtype) == (cotangent.shape, torch.bfloat16)
     assert [each.shape for each in gradients] == [each.shape for each in drawn]
+
+
+def test_layers_are_compiled_once_for_plans_of_different_structure(model_path, micro_batch, shared, branching):
+    """torch 2.11 compiled layers again for each structure of a plan that it could look into."""
+    counter = CompileCounter()
+    trunk = AutoModel.from_pretrained(model_path("qwen3"), attn_implementation=IMPLEMENTATION)
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
+    for layer in trunk.layers:
+        layer.compile(dynamic=True, backend=counter)
+    counts = []
+    for batch in (micro_batch((3, 9, 40)), shared, branching, micro_batch((8, 5))):
+        distinct = Distinct.of(batch)
+        token_ids = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
+        with torch.no_grad():
+            hidden_states(trunk, torch.from_numpy(token_ids), varlen(batch.position_ids, CPU, distinct))
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and set(counts) == {counts[0]}
 
 
 @pytest.mark.gpu

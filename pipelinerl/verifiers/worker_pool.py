@@ -394,8 +394,10 @@ class _Forker:
         return await _Worker.begin(ours)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        # `Process.kill` would reap a process that has just ended, which asyncio then reports as unknown.
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
         self._control.close()
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import warnings
@@ -207,6 +208,20 @@ async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() 
     with pytest.raises(asyncio.CancelledError):
         await closing
     assert forker.ended
+
+
+async def test_second_kill_of_a_worker_process_does_not_reap_it_before_asyncio(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reaps, reap = threading.Event(), os.waitpid
+    monkeypatch.setattr(os, "waitpid", lambda *arguments: reap(*arguments) if reaps.wait(PATIENCE_S) else None)
+    forker = await _Forker.start(SLEEPER, "")
+    forker.kill()
+    os.waitid(os.P_PID, forker._process.pid, os.WEXITED | os.WNOWAIT)  # it has ended; asyncio has not reaped it
+    forker.kill()
+    reaps.set()
+    await forker.close()
+    assert not [each for each in caplog.messages if "Unknown child process" in each]
 
 
 async def test_answer_to_a_cancelled_request_is_not_given_to_the_next_request(

@@ -137,7 +137,9 @@ def _held_out(fields: FieldMap, data: Path) -> int:
         return len(open_files(request))
     except RecipeError as error:
         sentence = str(error).removeprefix(f"{request.where}: ")
-        raise UserError(f"{data}: {sentence} (a tenth is held out for evaluations: provide at least 50 rows)") from None
+        raise UserError(
+            f"{data}: {sentence} (a tenth of the different prompts is held out for evaluations: provide at least 50)"
+        ) from None
 
 
 def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths: Lengths, held_out: int) -> str:

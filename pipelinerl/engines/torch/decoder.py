@@ -112,6 +112,7 @@ class LlamaForward:
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._project, self._finish = self._projected, self._finished
+        self._joins = self._embedding.is_cuda  # a CPU gains nothing from few large products
         self._address = 0
 
     def compile(self) -> None:
@@ -158,7 +159,7 @@ class LlamaForward:
     def _find_weights(self) -> None:
         """After a swap, point the joined layers at the parameters' new memory."""
         address = self._norm.data_ptr()
-        if address != self._address:
+        if self._joins and address != self._address:
             self._address = address
             for layer in self._layers:
                 layer.queries_keys_values.find()

@@ -174,24 +174,27 @@ def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings
 
 
 @pytest.mark.parametrize(("name", "products"), [("llama", 4), ("qwen3", 4), ("qwen2_untied", 6)])
-def test_layers_without_biases_compute_projections_of_one_input_in_one_product_also_after_a_swap(
+def test_layers_without_biases_join_projections_of_one_input_on_a_gpu_also_after_a_swap(
     directories: dict[str, Path], name: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, calls = _runner(directories[name]), []
+    assert isinstance(runner._forward, LlamaForward)
+    runner._forward._joins = True  # as on a GPU
 
     def counted(*arguments: torch.Tensor) -> torch.Tensor:
         calls.append(arguments)
         return torch.nn.functional.linear(*arguments)
 
     monkeypatch.setattr(decoder, "linear", counted)
-    _start(runner, [Row(_prompt(0, 2))])
-    assert isinstance(runner._forward, LlamaForward)
+    rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(3)]
+    _start(runner, rows)
     for _ in range(2):
         calls.clear()
-        runner.decode(1)
+        _decode(runner, rows, 1)
         assert len(calls) == products * len(runner._forward._layers) + 1
         runner.staging().copy_(_bytes_of(directories[name], runner))
         runner.swap()
+    _agree(directories[name], rows)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

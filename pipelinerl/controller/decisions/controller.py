@@ -265,7 +265,10 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue only orders whose groups can still be fresh at their earliest step, so few are dropped (RLAX §3.1)."""
+        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train them.
+
+        Few groups are therefore dropped as stale (RLAX §3.1).
+        """
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -302,7 +305,7 @@ class Controller:
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
-        """Return the problem of prompt order `index`: the next problem of the mixture that is not resting as solved."""
+        """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
@@ -392,7 +395,7 @@ class Controller:
         return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue all prompt orders, as lost, if the trainer waits for rollouts and no actor works on any order."""
+        """If the trainer waits for rollouts and no actor works on any order, treat the orders as lost: reissue them."""
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
@@ -472,7 +475,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer, with the current knobs. The trainer still awaits it, so it makes no other publication."""
+        """Resend an answer, with the current knobs; the only publication still ordered is the one in this answer."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
@@ -520,7 +523,9 @@ def handed_over(report: GroupHandedOver) -> Record:
 
 
 def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return the event of a report on a checkpoint; of repeated reports on one delay, only the first gets an event."""
+    """Return the event of a report on a checkpoint. If reports repeat that a checkpoint is delayed, only the first
+    of them gets an event.
+    """
     version = report.model_version
     if isinstance(report, Checkpointed):
         state.trainer.unsaved = ""

@@ -107,15 +107,14 @@ class Evaluator:
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
-        # Once the run finishes, nothing more is published, so engines may answer with whatever weights they have.
+        # When the run is finishing, nothing more is published, so all engines may answer, even with older weights.
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
         pin, engine, version = self.plan.pin, "", state.version
         if pin in (Pin.AUTO, Pin.ENGINE):
-            several = (
-                len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # includes engines that have yet to pass the canary check
+            # Engines that have not passed the canary check yet are counted, too.
+            several = len({*loaded, *state.fleet.to_verify()}) > 1
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE

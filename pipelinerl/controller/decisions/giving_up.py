@@ -3,9 +3,10 @@
     cause                                                       detected
     every engine refuses permanently                            when the last engine has refused
     no engine is alive                                          after `engine_timeout_s`
-    a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth of timeouts
-    every engine permanently refuses every prompt               after a step's worth of groups, eight at least
-    every prompt is too long for the context                    after eight times the orders in flight
+    a domain's verifier, or the filter, always fails            after 20 errors in a row, or after as many timeouts in
+                                                                a row as a step has rollouts
+    every engine permanently refuses every prompt               after as many groups as a step has, but at least eight
+    every prompt is too long for the context                    after eight times as many as orders are in flight
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
 A process that refuses work reports whether its reason is permanent (`inference_contract.errors.Persistence`). Before
@@ -147,8 +148,8 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
     """Yield a reason to end the run if a domain's verifier, or the filter, keeps failing for all actors that use it."""
-    # Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in
-    # bursts, end it only after a step's worth of answers.
+    # The run ends after `_VERDICTS_THAT_END` errors in a row. Timeouts may be the fault of the answers and come in
+    # bursts, so they end the run only after as many answers as a step has.
     actors = list(state.live_actors(now))
     judges = {
         f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]

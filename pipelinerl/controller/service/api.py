@@ -228,7 +228,7 @@ def _answer(value: msgspec.Struct) -> Response:
 
 
 def _is_local(host: str) -> bool:
-    """Return True if the host means whichever machine uses it: `localhost`, a loopback or an unspecified address."""
+    """Return True for `localhost`, a loopback or an unspecified address, which denote a different host everywhere."""
     try:
         address = ip_address(host)
     except ValueError:

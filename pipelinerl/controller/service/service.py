@@ -301,7 +301,7 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # the log may lack the run's last event
+        if self.controller.state.phase is RunPhase.FINISHED:  # died perhaps before writing the last event
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -373,9 +373,9 @@ class ControllerService:
 
     async def _make_good(self) -> None:
         """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
-        # The snapshot comes last: a controller that dies before it leaves an incomplete journal, so its successor
-        # begins from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller
-        # that was replaced by another one is fenced by this snapshot.
+        # Write the snapshot last. If the controller dies before the snapshot, it leaves an incomplete journal, so its
+        # successor begins from the checkpoint. If the snapshot came first, the successor would not notice the loss.
+        # Writing the snapshot also stops a controller that another one has replaced.
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)

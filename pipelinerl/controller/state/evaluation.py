@@ -107,7 +107,7 @@ class EvaluationResult:
             `accuracy` is biased towards quick answers when answers are missing.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
         one_version: True if the pin ensured that every token was sampled by `model_version`.
-        pin, engine: the pin mode, and the engine that answered alone, if one did.
+        pin, engine: the pin mode, and the engine that answered all questions; empty if several engines answered.
         steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
         by_domain, by_tag: the metrics of each domain, and of each of the tags with the most problems; tags have no
@@ -196,7 +196,10 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index` (None: it failed) unless it has one; return True to have it reissued."""
+        """Add the answer to problem `index` (None if it failed); return True if the problem must be issued again.
+
+        A second answer to the same problem is ignored.
+        """
         self.heard_at = now
         if index in self.answers:
             return False

@@ -1,8 +1,8 @@
 """The controller's ledger: every issued prompt order is trained, filtered, stale, failed or in flight.
 
-The trainer's account is authoritative for the orders that it consumed, since it is part of the trainer's checkpoint; it
-holds a frontier, below which all orders have ended, and counts. The controller adds which orders it issued and which of
-them failed. `check` raises an error if issued and ended orders do not balance.
+The trainer's account is authoritative for the orders that the trainer consumed, since it is part of the trainer's
+checkpoint. The account holds counts, and a frontier: all orders below this index have ended. The ledger adds which
+orders the controller issued and which of these failed. `check` raises an error if more orders ended than were issued.
 """
 
 from __future__ import annotations

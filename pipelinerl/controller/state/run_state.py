@@ -1,4 +1,4 @@
-"""`RunState`: everything the controller knows, as one value that can be stored and restored; `ControllerSettings`.
+"""`RunState`: everything the controller knows, as one value that can be stored and restored.
 
 The state is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues.
 A checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
@@ -38,11 +38,11 @@ class ElasticRule:
     Attributes:
         interval_s: length of a measurement interval. A change needs `patience` consecutive intervals that agree, and at
             least `settle_s` since the previous change.
-        waiting: share of its time above which a waiting trainer means too few engines, if these are busy.
-        content: share of its time below which a waiting trainer may mean too many engines.
+        waiting: if the trainer waits for more than this share of its time, and engines are busy, there are too few.
+        content: if the trainer waits for less than this share of its time, there may be too many engines.
         busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
-        stale: share of groups too old to train above which there are too few engines, if these are busy; above it, no
-            engine is removed.
+        stale: if more than this share of the groups is too old to train, there are too few engines if they are busy,
+            and no engine is removed.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -406,7 +406,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.resumed_account = dict(record["account"])
 
 
-#: Numbers of recent steps, and of entropies of the first steps, that are kept for the alarms.
+#: The alarms use the newest `WINDOW` steps, and the entropies of the run's first `FIRST_STEPS` steps.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
@@ -421,7 +421,7 @@ class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's metrics as used by alarms; None if not measured. `right` is the correct share of the judged rollouts."""
+    """A step's metrics as used by alarms; None if not measured. `right` is the share of correct rollouts."""
 
     step: int
     entropy: float | None = None

@@ -46,7 +46,7 @@ class Backend(StrEnum):
 
 
 class Connections(StrEnum):
-    """Connection patterns of a gloo group; without one, gloo connects all pairs of ranks."""
+    """Connection patterns of a gloo group; without a pattern, gloo connects all pairs of ranks."""
 
     TREE = "tree"
     """Connect only the ranks that exchange data in a broadcast from rank 0. gloo connects lazily: rank 0 broadcasts one

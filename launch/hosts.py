@@ -112,7 +112,7 @@ LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
 
 
 def numbered_devices(count: int) -> Devices:
-    """Return `count` GPUs of any machine, known only by their indices."""
+    """Return `count` GPUs that are known only by their indices, because the machine that has them is not this one."""
     return Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
 
 
@@ -120,7 +120,7 @@ def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gp
     """Read the hosts that a command line names.
 
     Args:
-        words: one argument per host, in the form above.
+        words: one argument per host, in the form that the module's docstring describes.
         count: the number of hosts, if they are not named; they are then called host-0, host-1, …
         gpus: GPUs of each host whose argument does not give their number.
 

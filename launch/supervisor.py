@@ -3,7 +3,7 @@
 | state       | waits for                                       | until             | then                           |
 |-------------|-------------------------------------------------|-------------------|--------------------------------|
 | waiting     | health of the processes it starts after         | their deadlines   | starting                       |
-| waiting     | the same, for processes on other hosts          | `start_timeout_s` | fails the run, naming it       |
+| waiting     | health of such processes on other hosts         | `start_timeout_s` | fails the run, naming one      |
 | starting    | its health check                                | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                        | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)         | –                 | starting                       |
@@ -14,9 +14,9 @@ When a process of a group dies, the others of the group are killed and all are r
 may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
 No process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or SIGTERM
-suspends the run: it saves its state and stops in order. A second one kills it at once. The result says what happened
-and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child processes
-to the thread that started them.
+suspends the run: it saves its state and stops in order. A second signal kills the run immediately. The result says what
+happened and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child
+processes to the thread that started them.
 """
 
 from __future__ import annotations

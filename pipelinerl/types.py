@@ -222,7 +222,8 @@ class Turn:
         behavior_logprobs: f32 [N], the sampler's log-probs.
         spans: version spans whose lengths sum to N.
         routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token, if reported.
-        context_routed_experts: [C, layers, top_k], the same for the context; a rollout's first entry is meaningless.
+        context_routed_experts: [C, layers, top_k], the experts of the token before each context token; meaningless for
+            the first token of a rollout.
         note: in an episode, the turn's reward, its agent, and why it begins a segment.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, the older route, routed experts.
+"""Checks of optional features: tools, structured output, penalties, biases, `/v1/completions`, routed experts.
 
 An engine may reject any of these, but must name the field.
 """

@@ -153,7 +153,7 @@ class NodeFile:
         self._write()
 
     def tell(self, state: NodeState, message: str = "") -> None:
-        """Report the node's state at once."""
+        """Report the node's state immediately, without waiting for the next heartbeat."""
         self._record = msgspec.structs.replace(self._record, state=state, message=message)
         self._write()
 

@@ -169,7 +169,7 @@ class Actor:
             self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # after a server outage the stream can deliver an order again
+        if entry.entry_id in self._tasks:  # already in progress: after an outage, streams repeat orders
             self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))

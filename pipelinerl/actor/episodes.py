@@ -232,7 +232,7 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of one group's episodes. The group's age counts from its first turn, not from later ones."""
+    """`GroupProgress` of one group's episodes, which reports the group as begun at its first turn only."""
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress

@@ -29,7 +29,7 @@ class Held:
     """A group that is being sampled. `scope` is the timeout that cancels the sampling.
 
     `began` is the version at which sampling began, as far as the actor knows; None until the next version is reported.
-    `given_up` is the value of `began` for which the group was dropped; a later restart does not change it.
+    `given_up` is the value that `began` had when the group was dropped; None if the group was not dropped.
     """
 
     scope: asyncio.Timeout
@@ -52,7 +52,7 @@ class Freshness:
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
-        """Watch a group during the block, which ends with a TimeoutError as soon as the group is too old to train."""
+        """Watch a group during the `with` block; the block gets a TimeoutError once the group is too old to train."""
         self._held.add(held)
         try:
             yield

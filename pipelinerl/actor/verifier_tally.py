@@ -57,7 +57,7 @@ def _kind(verdict: Verdict) -> Outcome | None:
 
 
 def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """Add a run of verdicts to `figures`: all are failures of the kind `failure` or, if None, all are judgements."""
+    """Add consecutive verdicts to `figures`. All are failures of the kind `failure`; if None, all are judgements."""
     more = len(verdicts)
     if failure is None:
         return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")

@@ -148,7 +148,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "model",
                 f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
             )
-    from pipelinerl.roles.engine_role import build_engine  # slow import, which `pipelinerl run` does without
+    from pipelinerl.roles.engine_role import build_engine  # a slow import, not needed by `pipelinerl run`
 
     build_engine(_placeholder_identity(config))
     dtypes = dtypes_of(config)

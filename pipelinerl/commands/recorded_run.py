@@ -80,7 +80,8 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # After a restart a step may be repeated, and the repetition counts: take the last trainer that started below it.
+    # A trainer that restarts may repeat steps, and then its repetition is the valid one. So the step belongs to the
+    # latest trainer that began at an earlier version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,

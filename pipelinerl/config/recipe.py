@@ -265,7 +265,7 @@ class RunConfig(Section):
     def trainer_processes(self) -> int:
         """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
 
-        Only one if the recipe sets a rendezvous (`distributed`), because the user then starts the others.
+        It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
         mesh = self.trainer.options.get("mesh", {})
         if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
@@ -329,7 +329,7 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
             'source and prompts of the domains it named and loss = "ce", where `weight` is their share of the problems '
             "and `loss_weight` the factor of their loss"
         )
-    try:  # from JSON, pydantic accepts strings as enums and lists as tuples, but still no strings as numbers
+    try:  # validate as JSON: pydantic then accepts strings as enums and lists as tuples, but no strings as numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(sentences(error, RunConfig, table)) from None
@@ -351,7 +351,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in above:
         raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a byte order mark
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with Windows' byte order mark, too
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

@@ -10,7 +10,7 @@ with which the launcher starts the same process. Both come from the fields of `R
 the decorated function. Creating a `Role` imports nothing heavy: only the function imports what it runs.
 
 A password on a command line shows up in every user's process list; one in the environment does not. A role whose
-`--redis-url` holds a password therefore replaces itself at once (`hide_password`) and passes the address to itself in
+`--redis-url` holds a password therefore re-executes itself immediately (`hide_password`) and passes the address in
 `$PIPELINERL_REDIS_URL`. The password is still visible for some tenths of a second, and in the shell's history.
 """
 
@@ -47,7 +47,7 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 
 class OnExit(StrEnum):
-    """The launcher's reaction to the end of a process. It never restarts after exit status 2, which is a user error."""
+    """The launcher's reaction to the end of a process. After exit status 2, a user error, nothing is restarted."""
 
     RESTART = "restart"
     """Restart the process, within its restart budget."""

@@ -76,7 +76,7 @@ def feed_until(
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
-                    stopping = stop.is_set()  # read before the events, so that events before the stop are all sent
+                    stopping = stop.is_set()  # read `stop` first: all events before the stop are then sent
                     while feed.advance():
                         pause_s = first_retry_s
                     if stopping:

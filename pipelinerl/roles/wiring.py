@@ -62,8 +62,8 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     """Return the recipe's objective, checked.
 
     Raises:
-        RecipeError: a setting is of no use to the objective, contradicts it, or would leave one of its slots without
-            effect.
+        RecipeError: the objective ignores or contradicts a setting, or a setting leaves one of the objective's slots
+            without effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -74,7 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the shape of the routers' choices of experts, which the trainer replays; None without routing replay.
+    """Return the shape of the routed experts per token, which the trainer replays; None without routing replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.

@@ -131,7 +131,7 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    # Measure preferably the answers that the sample log records, so that their entropies are known.
+    # Measure the entropy first of all for the answers that the sample log records, so that the log can show it.
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),

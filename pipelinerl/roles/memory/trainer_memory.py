@@ -32,7 +32,8 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Number of logits computed at once: the values of `numerics.torch_logprobs`, whose import would load torch.
+#: Number of logits in one piece of the computation, by device: copied from `numerics.torch_logprobs`, since importing
+#: that module would load torch.
 LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 #: Factor by which padding sequences to buckets of similar lengths increases what attention keeps.
 _PADDING: Final = 1.1
@@ -185,9 +186,9 @@ class TrainerMemory:
 
     @property
     def _served(self) -> int:
-        """Bytes of the weights rounded as in engines, with which passes compute; 0 if engines do not round.
+        """Bytes of the extra copy of the weights that exists if passes compute with the engines' rounded weights.
 
-        On a mesh the shards hold the rounded weights during the passes, and the copy keeps the shards' unrounded ones.
+        On a mesh, the shards hold the rounded weights during the passes, and the copy keeps the unrounded weights.
         """
         if self.rank or self.wire is WeightDType.FLOAT32:
             return 0
@@ -224,14 +225,15 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes that the output layer's pass needs, or a layer's backward pass if that needs more."""
+        """Bytes that the output layer's passes need, or a decoder layer's backward pass if that needs more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         most = LOGITS_AT_ONCE["cuda" if self.on_gpu else "cpu"]
         at_once, weight = min(whole, most), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
         if whole > most:
-            # The layer computes in pieces and sums the weight's gradient in fp32; bf16 needs twice the memory for it.
+            # The output layer computes in pieces and sums its weight's gradient in fp32; with bf16 weights, the
+            # gradient needs twice this memory.
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)

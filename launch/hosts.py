@@ -57,7 +57,7 @@ class Devices:
         return len(self.each)
 
     def label(self, index: int) -> str:
-        """Return a name for people, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA has another name for it."""
+        """Return the device's name for messages, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA names it differently."""
         name = self.each[index].name
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 

@@ -206,7 +206,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _saves(self, now: float) -> bool:
-        """Return True while an interrupted run may continue, to save its state. The first call asks it to suspend."""
+        """Return True while an interrupted run may continue, to save its state. The first call suspends the run."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:

@@ -57,7 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Domain shares are exact in each block of `size` orders (the groups of one step), from order `since` on."""
+    """Blocks of `size` orders (the groups of one step), from order `since` on; each block has exact domain shares."""
 
     since: int
     size: int

@@ -53,7 +53,7 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start in advance what the first episode needs."""
+        """Start the processes that the first episode needs, before it is played."""
         ...
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ class EpisodeDomain:
     tools: Toolbox | None = None
 
     async def start(self) -> None:
-        """Start in advance what the first episode needs."""
+        """Start the player and the tools before the first episode."""
         await self.player.start()
         if self.tools is not None:
             await self.tools.start()

@@ -20,7 +20,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counter of verdicts, episodes and calls since the actor started, and of failures since the last judgement."""
+    """Counter of verdicts, episodes and tool calls since the actor started, and of failures in a row."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}

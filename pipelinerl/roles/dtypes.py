@@ -31,7 +31,7 @@ class Dtypes:
     engine: WeightDType
 
     def coarsest(self, config: RunConfig) -> str:
-        """Return the least precise format, of those in `TOLERANCES`, that weights have from trainer to engine."""
+        """Return the least precise format that weights have on their way to an engine, as a key of `TOLERANCES`."""
         trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)

@@ -171,7 +171,10 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report, return its effects. Ignore trainers of earlier epochs; answer a repeated report again."""
+        """Process a report and return its effects.
+
+        Reports of earlier trainers (of a lower epoch) are ignored; a repeated report gets its answer again.
+        """
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -450,7 +453,7 @@ class Controller:
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            # The last evaluation cannot begin without an engine or without problems.
+            # No last evaluation has begun, because no engine is left or there are no held-out problems.
             return effects + finish(self.state, self.settings)
         return effects
 

@@ -70,7 +70,7 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """Process the answer to question `index` (None: the question failed), and reissue the question if needed."""
+        """Process the answer to question `index` (None if the question failed); reissue the question if needed."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []

@@ -74,7 +74,10 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Count a group whose prompt was too long or permanently refused; a transient failure resets the refusals."""
+    """Count a failed group, by whether its prompt was too long or permanently refused.
+
+    A group that failed for a transient reason resets the count of refusals.
+    """
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason
@@ -102,7 +105,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # while FINISHING, the trainer's state is already saved, and the last evaluation has its own time limits
+        return  # no reason to give up: the state is saved already, and the last evaluation has time limits of its own
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -119,7 +122,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     """Yield a reason to end the run if no engine will ever serve: all have joined, and all are expelled permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # return early in the usual case: this check runs after each decision, even with a thousand engines
+        return  # for speed, handle the usual case first: this check runs after each decision
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]

@@ -361,8 +361,9 @@ class Fleet:
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
-        While other engines serve, an engine that failed the canary check waits for another `version`. An unproven
-        engine waits longer after each failure, since each retry forces the other engines into a new process group.
+        While other engines serve, an engine that failed the canary check waits for another `version`. An engine that
+        never passed the check waits longer after each failure, since each retry forces the other engines into a new
+        process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:

@@ -239,7 +239,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """Why the run cannot continue, and symptoms that may lead to that; `giving_up.py` decides."""
+    """The reason why the run cannot continue, if any, and counts of failures from which `giving_up.py` derives it."""
 
     reason: str = ""
     """The reason for ending the run; empty while it continues."""
@@ -328,7 +328,10 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights when order `index` was first issued, so that a reissued order keeps its problem."""
+        """Return the domain weights that applied when order `index` was first issued.
+
+        With these weights, a reissued order gets the same problem again.
+        """
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])

@@ -98,7 +98,7 @@ def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path
 #: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Engine types that cast weights to `engine.dtype`, so that `auto` can be replaced.
+#: Engine types that cast weights to `engine.dtype`; for these, float32 replaces `engine.dtype = "auto"` on a CPU.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 

@@ -143,7 +143,9 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of the model's weights; on a mesh, of the own shard, two gathered layers and the outer parameters."""
+        """Bytes of the model's weights; on a mesh, of this process's shard, two gathered layers and the parameters
+        outside of layers.
+        """
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -162,7 +164,10 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: all, or the own shard's plus those in transfer (a layer, the outer parameters)."""
+        """Bytes of gradients: of the whole model, or of this process's shard and the parameters being reduced.
+
+        At most one layer and the parameters outside of layers are reduced at a time.
+        """
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -180,7 +185,7 @@ class TrainerMemory:
 
     @property
     def _narrow(self) -> int:
-        """Number of parameters that passes read in bf16, because the copy that engines hold is in bf16."""
+        """Number of parameters that passes read in bf16, because they compute with the weights as engines hold them."""
         is_whole = self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
 

@@ -140,7 +140,7 @@ class UpdateInProgress(Conflict):
 
 
 class NotPrepared(Conflict):
-    """A commit or abort without its prepare, or a broadcast without a process group."""
+    """A commit or abort request without an earlier prepare request, or a broadcast without a process group."""
 
     code = "not_prepared"
 

@@ -56,9 +56,10 @@ class Connections(StrEnum):
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size`; rank 0 is the trainer.
 
-    `generation` orders memberships. Joining the same generation again is a no-op. A higher one replaces the group once
-    it has formed, unless it is more than `MOST_GENERATION_STEP` higher, which is rejected. A lower one is rejected with
-    `stale_generation`, which reports the generation joined. A failed join changes nothing, but uses up its generation.
+    `generation` orders memberships. Joining the same generation again is a no-op. A group of a higher generation
+    replaces the current group once the new group has formed. A generation more than `MOST_GENERATION_STEP` higher is
+    rejected. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed join
+    changes nothing, but uses up its generation.
 
     Attributes:
         rendezvous_host: host of the trainer's TCP store. If a rank is missing, the trainer closes the store, and all
@@ -192,7 +193,10 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe how `other` first differs from this layout, or return None; dtypes in `converted` may differ."""
+        """Describe the first difference between this layout and `other`, or return None if there is none.
+
+        A dtype in `converted` is not a difference.
+        """
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}

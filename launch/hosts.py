@@ -62,7 +62,10 @@ class Devices:
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the variables that make exactly these devices visible to a process; none if it needs no device."""
+        """Return the environment variables that make exactly the devices `indices` visible to a process.
+
+        A process that needs no device gets no variables.
+        """
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}

@@ -76,7 +76,7 @@ def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: M
 
 
 def resume(path: Path, *, connect: Connect) -> int:
-    """Run from the newest checkpoint, as the head of the run's hosts, until the run ends; return the exit status."""
+    """Run from the newest checkpoint until the run ends, with this machine as the head; return the exit status."""
     directory = run_directory.open_run(path)
     members = read_members(path)
     if members is not None:

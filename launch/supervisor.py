@@ -301,7 +301,7 @@ class Supervisor:
         self._tell_restarts()
 
     def _restart_with(self, died: Process) -> None:
-        # The others of the group would wait for the dead process forever.
+        # Restart the other processes of the group as well: they would wait for the dead process forever.
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue

@@ -179,7 +179,7 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A verifier's result; `reward` is meaningless unless the outcome is a judgement.
+    """A verifier's result; `reward` is meaningless if the outcome is a timeout or an error, and so no judgement.
 
     Attributes:
         answer: the extracted answer, normalised so that equal answers are equal strings, for majority votes; empty if

@@ -38,7 +38,7 @@ class Peer(Protocol):
 
 @final
 class Session:
-    """One run of the kit against one engine; the first weight check creates `peer`, the trainer's end of the group."""
+    """One run of the kit against one engine; the first weight check creates `peer`, rank 0 of the process group."""
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}

@@ -33,7 +33,10 @@ class Filtering:
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return the filter's reason to refuse the group, or ""; evaluations and unjudged groups are not filtered."""
+        """Return the filter's reason to refuse the group, or "" if it keeps the group.
+
+        Evaluations, and groups in which the verifier judged no answer, are not filtered.
+        """
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]

@@ -282,7 +282,9 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or servers are given."""
+        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or the recipe names
+        running servers.
+        """
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
@@ -351,7 +353,8 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in above:
         raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with Windows' byte order mark, too
+        # The encoding utf-8-sig also accepts the byte order mark that Windows editors write.
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

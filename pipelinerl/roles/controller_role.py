@@ -238,10 +238,10 @@ async def _drop_rollouts(stream: Stream) -> None:
 
 
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
-    """Write the recipe with the streams' address, which resuming needs, unless the launcher has written the recipe.
+    """Write the resolved recipe to the run's directory, unless the launcher has written it already.
 
-    An address on this machine is left out, because the run may be resumed on another machine, with a stream server
-    there.
+    The recipe includes the address of the stream server, so that the run can be resumed. An address on this machine is
+    left out, because a run that is resumed on another machine has its stream server on that machine.
     """
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():

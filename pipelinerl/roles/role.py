@@ -33,8 +33,8 @@ from pipelinerl.observability.logs import without_secrets
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 _REDIS_OPTION: Final = "--redis-url"
 
-#: Environment variable with the address of the streams, password included. A role without `--redis-url` uses it; it
-#: takes precedence over the recipe.
+#: Environment variable with the address of the streams, password included. A role without `--redis-url` uses this
+#: address, even if the recipe has another one.
 REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
 #: Environment variable with the path of the password file of an embedded server, for roles on other hosts than the
 #: server. The launcher sets it.

@@ -155,7 +155,10 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return earlier versions of the weights, from the checkpoint, and the current one, for old log-probs."""
+    """Return the weights of the current version and of earlier versions, from which old log-probs are computed.
+
+    The earlier versions come from the checkpoint.
+    """
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()

@@ -101,7 +101,7 @@ def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
 
 
 def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
-    """Return the recipe with only the named evaluation set (default the first), updated by `given`.
+    """Return the recipe with only the named evaluation set (by default the first), updated by the settings `given`.
 
     Raises:
         RecipeError: there is no such set, or the changes are invalid.

@@ -1,8 +1,8 @@
 """`Evaluator`: pure rules for when held-out problems are evaluated, with which weights, and when an evaluation ends.
 
-    due ──weights of that version, or newer, are served──▶ running ──all problems ended, or gave up──▶ a result
-     ▲                                                        │
-     └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
+    due ──weights of the due version or newer are served──▶ running ──all problems ended, or gave up──▶ a result
+     ▲                                                         │
+     └── pin broken: the engine was lost or updated ───────────┘   at most `restarts` times
 
 Training continues during an evaluation, which is pinned to one version of the weights. With pin mode `engine`, one
 engine keeps its weights and answers, while the other engines continue to be updated; this engine's share of the actors'

@@ -190,7 +190,7 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for; add a delayed checkpoint, since training will have to wait for it."""
+    """Describe what the run waits for, and mention a delayed checkpoint, since training will have to wait for it."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 

@@ -228,7 +228,7 @@ def _answer(value: msgspec.Struct) -> Response:
 
 
 def _is_local(host: str) -> bool:
-    """Return True for `localhost`, a loopback or an unspecified address, which denote a different host everywhere."""
+    """Return True if other machines cannot use the address: `localhost`, a loopback or an unspecified address."""
     try:
         address = ip_address(host)
     except ValueError:

@@ -5,9 +5,10 @@ everything that the forward pass kept. Per token, a layer keeps the following nu
 Q, K and I are the widths of the queries, the keys and the MLP:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
-               4 I (5 I if it is not gated); training of RMS norms' weights 2 H, and 2 (Q + K) if heads have norms
-    in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
-               and its weight in bf16 until its backward pass
+               4 I (5 I if it is not gated). If the weights of RMS norms are trained, the norms keep another 2 H, and
+               norms of heads another 2 (Q + K).
+    in bf16    the same, but the residual stream and the norms' inputs stay in fp32; each linear layer keeps its input
+               once more, and a bf16 copy of its weight until its backward pass
 
 If engines round weights, forward and backward passes compute with a rounded copy of the weights: those of linear
 layers in bf16, which then need no casts, and the others in fp32.
@@ -248,7 +249,10 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """Bytes to gather the largest parameter in the dtype that is sent; adapters are merged into it in fp32."""
+        """Bytes for gathering the largest parameter in the dtype in which weights are sent.
+
+        With LoRA, the adapters are merged into the parameter in fp32 first.
+        """
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

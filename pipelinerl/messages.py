@@ -248,7 +248,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a group: its oldest token, sampled by version `oldest`, is too old to train at `current`."""
+    """An actor gave up a group: its oldest token, of version `oldest`, is too old for training at version `current`."""
 
     order_id: str
     index: int

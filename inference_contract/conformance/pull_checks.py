@@ -250,7 +250,7 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
 
 
 def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if the engine cannot pull."""
+    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if engines cannot pull."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":

@@ -138,7 +138,7 @@ class Actor:
     def follow(self, *, model_version: int, k: float) -> None:
         """Set the trainer's version and the staleness bound `k` (the most versions between sampling and training).
 
-        Drop groups that have become too old to train.
+        Groups that have thereby become too old to be trained are dropped.
         """
         self._freshness.follow(current=model_version, k=k)
 

@@ -316,7 +316,7 @@ def _step(config: RunConfig) -> str:
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
     """Describe the memory for past weights, about k / j versions.
 
-    Rollouts of the last k versions may train, and only every j-th version is published.
+    Rollouts of the last k versions may be trained on, and only every j-th version is published.
     """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)

@@ -268,7 +268,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train them.
+        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train on them.
 
         Few groups are therefore dropped as stale (RLAX §3.1).
         """

@@ -1,7 +1,7 @@
 """Automatic scaling: pure rules that decide how many engines a run needs, and request or drain engines accordingly.
 
     engines busy, and either the trainer waits  scale up: request one, of the first type below its maximum
-      or groups arrive too late to train
+      or groups arrive too late
     trainer hardly waits, groups are in time,   scale down: drain the newest engine of the last type above its minimum
       and one engine fewer could do the work
     below `engines_min` or above `engines_max`  immediate change, regardless of load: an operator has changed a knob

@@ -41,8 +41,8 @@ class ElasticRule:
         waiting: if the trainer waits for more than this share of its time, and engines are busy, there are too few.
         content: if the trainer waits for less than this share of its time, there may be too many engines.
         busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
-        stale: if more than this share of the groups is too old to train, there are too few engines if they are busy,
-            and no engine is removed.
+        stale: if more than this share of the groups is too old to be trained, there are too few engines if they are
+            busy, and no engine is removed.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -77,7 +77,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     """Time the trainer waited in `steps`, and in `stepped_s` the time it worked, since the last complete interval."""
     stepped_s: float = 0.0
     groups: float = 0.0
-    """Groups that arrived; `late` of them were too old to train."""
+    """Groups that arrived; `late` of them were too old to be trained."""
     late: float = 0.0
     steps: int = 0
     streak: int = 0
@@ -433,7 +433,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     domains: dict[str, DomainCounts] = {}
 
 
-#: The default limit on the number of orders issued for each order that is expected to train.
+#: The default limit on the number of orders issued for each order that is expected to be trained, and not filtered.
 OVERSAMPLED: Final = 3.0
 
 

@@ -21,7 +21,7 @@ from inference_contract.wire import Wire
 # --- process group -----------------------------------------------------------------------------------------------
 
 
-#: The most pieces of one update: each costs a collective, or the memory of a byte range.
+#: The most pieces of one update: a piece costs one collective in a broadcast, and memory for a byte range in a pull.
 MAX_PIECES: Final = 2**20
 
 #: Limits on epochs, versions and generations, and the most by which one request may raise each of them. An engine

@@ -386,7 +386,7 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Under nohup, SIGHUP is ignored and must stay so.
+        # Under nohup, SIGHUP is ignored; it must remain ignored.
         wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in wanted}
         try:

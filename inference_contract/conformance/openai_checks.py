@@ -25,7 +25,7 @@ TOOL: Final = {
     },
 }
 CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-#: Tolerance in nats between log-probs that come from one forward pass.
+#: Tolerance in nats between log-probs of the same token that come from the same forward pass.
 _APART: Final = 1e-3
 #: Tolerance in nats between log-probs of the same token from two forward passes, such as a decode step and a prefill.
 _SCORED_APART: Final = 0.1

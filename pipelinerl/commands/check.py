@@ -284,7 +284,7 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
-    # A finding, not an error: the recipe may be meant for another machine.
+    # Report only findings, no errors: the recipe may be meant for another machine.
     from pipelinerl.weights.broadcast.collective import offers
 
     if offers(Backend.NCCL):

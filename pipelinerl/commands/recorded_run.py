@@ -41,7 +41,7 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: Stands for the trainer, (epoch, first version), if a step's log names none; the step's groups are then unknown.
+#: Placeholder for the trainer of a step, (epoch, first version), if the log names none; the step's groups are unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -101,7 +101,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
                     try:
                         group = decode_group(entry.payload)
-                    except RecordError as error:  # the trainer also skipped this record
+                    except RecordError as error:  # the trainer has skipped this record, too
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
                     groups.setdefault(group.index, []).append(group)

@@ -154,7 +154,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # allows the launcher time for its first poll
+        self._launcher_at = clock()  # as if it had just polled, so it has time for its first poll
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
@@ -301,7 +301,8 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # died perhaps before writing the last event
+        # The dead controller may have finished the run without writing the run's last event.
+        if self.controller.state.phase is RunPhase.FINISHED:
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded

@@ -56,8 +56,8 @@ class ProcessSpec:
     Attributes:
         argv: program and arguments.
         env: added to the launcher's environment.
-        health: address that answers once the process is ready: `http://…` with 200, or
-            `redis://host:port/<password file>` to PING; None if the process is ready immediately.
+        health: address that shows when the process is ready: an `http://…` URL answers with 200, and
+            `redis://host:port/<password file>` answers PING. None if the process is ready immediately.
         after: names of the processes that must be healthy before this one is started.
         restarts: how often the process may be restarted; uptime restores the budget.
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.

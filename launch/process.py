@@ -39,7 +39,7 @@ _SETTLED_S: Final = 10.0
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts of one process: at most `limit` unforgiven deaths. `deaths` counts forgiven ones as well."""
+    """The restarts of one process: at most `limit` deaths that uptime has not forgiven; `deaths` counts all deaths."""
 
     limit: int
     deaths: int = 0

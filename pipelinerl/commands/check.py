@@ -314,7 +314,7 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory for past weights, about k / j versions.
+    """Describe the memory that past versions of the weights take; about k / j versions are kept.
 
     Rollouts of the last k versions may be trained on, and only every j-th version is published.
     """

@@ -90,7 +90,7 @@ def feed_until(
 
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
-    """Return the function that opens each tracker of the recipe; raise `UserError` if a package is missing."""
+    """Return, for each tracker of the recipe, a function that opens it; raise `UserError` if a package is missing."""
     for name in config.trackers.chosen:
         if sentence := missing_package(name):
             raise UserError(sentence)

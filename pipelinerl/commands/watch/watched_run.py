@@ -47,7 +47,10 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event of the feed: its id (`place`), the bytes sent to each listener, and the step that it reports."""
+    """One event of the feed: its id (`place`) and the bytes sent to each listener.
+
+    `step` is the step that the event reports; None if it reports something else.
+    """
 
     place: str
     frame: bytes

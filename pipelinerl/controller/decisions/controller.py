@@ -219,7 +219,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and send them to the trainer. Raises RecipeError, changing nothing, for an unusable value."""
+        """Change knobs and send them to the trainer. If a value is unusable, change nothing and raise RecipeError."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value

@@ -101,7 +101,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision durably, return its number. Raises FencedError if another controller used the number."""
+        """Journal a decision durably and return its number. Raises FencedError if another controller used it."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id

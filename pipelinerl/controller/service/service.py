@@ -111,7 +111,7 @@ class EngineProbe(Protocol):
     """Interface for requesting an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics. Raises ContractError if the engine refuses, PipelineError if unreachable."""
+        """Return the engine's metrics. Raises ContractError if it refuses, PipelineError if it is unreachable."""
         ...
 
 
@@ -210,7 +210,9 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Decide on an input; return the effects. If a report makes this fail, restore the state, raise RecordError."""
+        """Decide on an input and return the effects. If a report causes an error, restore the state and raise
+        RecordError.
+        """
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:

@@ -56,7 +56,8 @@ class EvaluationPlan:
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
         hold_s: the longest time for which pin mode `gate` postpones updates.
-        grace_s: the longest time without a new answer. After either time, the evaluation ends with the answers so far.
+        grace_s: the longest time without a new answer. After `hold_s` or `grace_s`, the evaluation ends with the
+            answers so far.
         attempts: the most attempts per problem; failures and answers from other versions also count.
         restarts: how often an evaluation may restart because its pin was broken.
     """
@@ -98,11 +99,11 @@ class EvaluationDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Accuracy over the judged problems of a set with its 95 % interval, and the weights that were evaluated.
+    """Accuracy over the problems of a set that have verdicts, its 95 % interval, and the weights that were evaluated.
 
     Attributes:
         accuracy: mean over problems of the share of correct samples (pass@1). Accuracy and its interval are None if
-            no problem was judged.
+            no problem has a verdict.
         at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this value, because
             `accuracy` is biased towards quick answers when answers are missing.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.

@@ -69,7 +69,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """Yield an error if the run does not fit on its disk; it names the keys to change and values that fit.
+    """If the run does not fit on its disk, yield an error that names the keys to change, and values that fit.
 
     Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
     """

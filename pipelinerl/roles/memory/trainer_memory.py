@@ -49,7 +49,8 @@ class TrainerMemory:
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
     same size is loaded as well; `references` counts frozen models; `moments` is the dtype of the optimizer's moments,
-    `place` where they are. A GPU (`on_gpu`) computes more logits at once.
+    and `place` says if the optimizer's state is on the device or the host. A GPU (`on_gpu`) computes more logits at
+    once than a CPU.
     """
 
     shape: ModelShape

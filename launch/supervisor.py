@@ -3,7 +3,7 @@
 | state       | waits for                                       | until             | then                           |
 |-------------|-------------------------------------------------|-------------------|--------------------------------|
 | waiting     | health of the processes it starts after         | their deadlines   | starting                       |
-| waiting     | health of such processes on other hosts         | `start_timeout_s` | fails the run, naming one      |
+| waiting     | health of such processes on other hosts         | `start_timeout_s` | fails the run; names a process |
 | starting    | its health check                                | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                        | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)         | –                 | starting                       |
@@ -158,7 +158,7 @@ class Supervisor:
         return name in self._processes
 
     def add(self, spec: ProcessSpec) -> None:
-        """Run this process too, from the next tick on. Only `on_tick` calls this."""
+        """Start and supervise one more process, from the next tick on. Only `on_tick` calls this."""
         if self.knows(spec.name):
             raise ValueError(f"process names must be unique, got {spec.name!r} again")
         self._announce(f"starting {spec.name}")
@@ -174,7 +174,7 @@ class Supervisor:
         self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
-        """Stop this process for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
+        """Stop the process `name` for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
         process = self._processes.get(name)
         if process is None or process.state in (State.STOPPING, State.ENDED):
             return

@@ -92,7 +92,10 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the interval's measurements and begin a new interval; None until it has ended and had a step."""
+        """Return the interval's measurements and begin a new interval.
+
+        Return None if the interval has not ended yet, or if no training step has ended in it.
+        """
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -338,7 +341,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, start a new quota window at the next unissued order."""
+        """If the number of groups per step has changed, let quota blocks of the new size begin at the next new order."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]

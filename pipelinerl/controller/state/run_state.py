@@ -341,7 +341,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, let quota blocks of the new size begin at the next new order."""
+        """If the number of groups per step has changed, begin quota blocks of the new size at the next new order."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]

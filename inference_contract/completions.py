@@ -1,7 +1,7 @@
 """Types of `/v1/completions`, OpenAI's older route for prompts without a chat template.
 
-Each prompt becomes one `ChatCompletionRequest`; fields that `CompletionRequest` does not list mean the same on both
-routes.
+Each prompt becomes one `ChatCompletionRequest`; fields that `CompletionRequest` does not list mean the same as on
+`/v1/chat/completions`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     │   ├── StaleGeneration       409 stale_generation        a process group older than the one joined
     │   ├── StaleVersion          409 stale_version           a weight version older than the one served
     │   ├── UpdateInProgress      409 update_in_progress      another update holds the second buffer
-    │   └── NotPrepared           409 not_prepared            commit or broadcast without its prepare
+    │   └── NotPrepared           409 not_prepared            commit, abort or broadcast without a prepare
     ├── LayoutMismatch            422 layout_mismatch         names, order or shapes differ from the model's, or a dtype
     │                                                         that the engine does not convert
     ├── OutOfRange                422 out_of_range            a value exceeds the range of the engine's dtype
@@ -140,7 +140,7 @@ class UpdateInProgress(Conflict):
 
 
 class NotPrepared(Conflict):
-    """A commit or abort without its prepare, or a broadcast without a process group."""
+    """A commit or abort request without an earlier prepare request, or a broadcast without a process group."""
 
     code = "not_prepared"
 

@@ -21,7 +21,7 @@ from inference_contract.wire import Wire
 # --- process group -----------------------------------------------------------------------------------------------
 
 
-#: The most pieces of one update: each costs a collective, or the memory of a byte range.
+#: The most pieces of one update: a piece costs one collective in a broadcast, and memory for a byte range in a pull.
 MAX_PIECES: Final = 2**20
 
 #: Limits on epochs, versions and generations, and the most by which one request may raise each of them. An engine
@@ -46,7 +46,7 @@ class Backend(StrEnum):
 
 
 class Connections(StrEnum):
-    """Connection patterns of a gloo group; without one, gloo connects all pairs of ranks."""
+    """Connection patterns of a gloo group; without a pattern, gloo connects all pairs of ranks."""
 
     TREE = "tree"
     """Connect only the ranks that exchange data in a broadcast from rank 0. gloo connects lazily: rank 0 broadcasts one
@@ -56,9 +56,10 @@ class Connections(StrEnum):
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size`; rank 0 is the trainer.
 
-    `generation` orders memberships. Joining the same generation again is a no-op. A higher one replaces the group once
-    it has formed, unless it is more than `MOST_GENERATION_STEP` higher, which is rejected. A lower one is rejected with
-    `stale_generation`, which reports the generation joined. A failed join changes nothing, but uses up its generation.
+    `generation` orders memberships. Joining the same generation again is a no-op. A group of a higher generation
+    replaces the current group once the new group has formed. A generation more than `MOST_GENERATION_STEP` higher is
+    rejected. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed join
+    changes nothing, but uses up its generation.
 
     Attributes:
         rendezvous_host: host of the trainer's TCP store. If a rank is missing, the trainer closes the store, and all
@@ -192,7 +193,10 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe how `other` first differs from this layout, or return None; dtypes in `converted` may differ."""
+        """Describe the first difference between this layout and `other`, or return None if there is none.
+
+        A dtype in `converted` is not a difference.
+        """
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}

@@ -57,12 +57,15 @@ class Devices:
         return len(self.each)
 
     def label(self, index: int) -> str:
-        """Return a name for people, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA has another name for it."""
+        """Return the device's name for messages, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA names it differently."""
         name = self.each[index].name
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the variables that make exactly these devices visible to a process; none if it needs no device."""
+        """Return the environment variables that make exactly the devices `indices` visible to a process.
+
+        A process that needs no device gets no variables.
+        """
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
@@ -112,7 +115,7 @@ LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
 
 
 def numbered_devices(count: int) -> Devices:
-    """Return `count` GPUs of any machine, known only by their indices."""
+    """Return `count` GPUs that are known only by their indices, because the machine that has them is not this one."""
     return Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
 
 
@@ -120,7 +123,7 @@ def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gp
     """Read the hosts that a command line names.
 
     Args:
-        words: one argument per host, in the form above.
+        words: one argument per host, in the form that the module's docstring describes.
         count: the number of hosts, if they are not named; they are then called host-0, host-1, …
         gpus: GPUs of each host whose argument does not give their number.
 

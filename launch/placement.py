@@ -91,7 +91,10 @@ class Placement:
         return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
-        """Return the bytes that a process may use on each of its devices; None without devices or if unknown."""
+        """Return the bytes that a process may use on each of its devices.
+
+        Return None if the process uses no device, or if the memory of a device is unknown.
+        """
         assignment, devices = self.of(name), self.host_of(name).devices
         sizes = [devices.each[index].memory_mib for index in assignment.indices]
         known = [size for size in sizes if size is not None]
@@ -237,7 +240,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share of its devices' memory: the recipe's share, or a part of the rest."""
+    """Return each process's share of its devices' memory: the recipe's share, or a part of what the others leave."""
     requested = {name: _requested_share(config, name) for name in indices}
     shares = dict(requested)
     for index in range(len(devices)):

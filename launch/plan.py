@@ -41,8 +41,9 @@ _SMALL_MACHINE = 8
 #: as one.
 _ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
 _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
-#: Limits each look-up of a host name to two tries of 1 s; the C library's default is two tries of 5 s. torch's TCPStore
-#: looks up the name of each peer that connects, so a name that no server knows delays every new weight group.
+#: Resolver options that limit each look-up of a host name to two tries of 1 s; the C library's default is two tries of
+#: 5 s. torch's TCPStore looks up the name of each peer that connects, so a name that no server knows delays every new
+#: weight group.
 _RESOLVER = "timeout:1 attempts:2"
 #: Seconds that the tracker has for its last uploads, a little more than it takes at most (`roles.tracker_role`).
 _UPLOAD_S: Final = 65.0
@@ -55,8 +56,8 @@ class ProcessSpec:
     Attributes:
         argv: program and arguments.
         env: added to the launcher's environment.
-        health: address that answers once the process is ready: `http://…` with 200, or
-            `redis://host:port/<password file>` to PING; None if the process is ready at once.
+        health: address that shows when the process is ready: an `http://…` URL answers with 200, and
+            `redis://host:port/<password file>` answers PING. None if the process is ready immediately.
         after: names of the processes that must be healthy before this one is started.
         restarts: how often the process may be restarted; uptime restores the budget.
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
@@ -209,7 +210,10 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine. `type` is set if a live run requested it; the run survives its failure."""
+        """Return the spec of an engine.
+
+        `type` is set if the engine was requested while the run is live; the run then survives the engine's failure.
+        """
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])

@@ -1,6 +1,6 @@
 """One process of a run: runs in a process group of its own, logs to its file, and stops on request or by force.
 
-`start` returns at once. After `finish` no process of its group is alive. All waiting is in the supervisor.
+`start` returns immediately. After `finish` no process of its group is alive. All waiting is in the supervisor.
 
 `RestartBudget` decides whether and when a dead process is restarted. It counts recent deaths: each `FORGIVEN_EVERY_S`
 of uptime forgives one death. So a crash loop ends the run within seconds, while four unlucky kills in an hour do not.
@@ -39,7 +39,7 @@ _SETTLED_S: Final = 10.0
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts of one process: at most `limit` unforgiven deaths. `deaths` counts forgiven ones as well."""
+    """The restarts of one process: at most `limit` deaths that uptime has not forgiven; `deaths` counts all deaths."""
 
     limit: int
     deaths: int = 0

@@ -47,11 +47,11 @@ class ControllerCalls(Protocol):
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start; raise `UserError` without an answer or if it is unknown."""
+        """Remove an engine that cannot start; raise `UserError` if the controller is silent or lacks the engine."""
         ...
 
     def suspend(self) -> None:
-        """Ask the controller to save the run's state and end the run; raise `UserError` if it does not answer."""
+        """Ask the controller to save the run's state and end the run; raise `UserError` if no controller answers."""
         ...
 
     def close(self) -> None:
@@ -59,12 +59,15 @@ class ControllerCalls(Protocol):
         ...
 
 
-#: Returns the client of the controller at a URL, with a bearer token.
+#: A function of a controller's URL and a bearer token that returns a client of this controller.
 Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make a run's directory for `resume`; return its path. If the hosts do not suffice, raise `UserError` first."""
+    """Make a run's directory for `resume`; return its path.
+
+    Raises `UserError`, before anything is made, if the run cannot be placed on the hosts.
+    """
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
     if members is not None:
@@ -73,7 +76,7 @@ def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: M
 
 
 def resume(path: Path, *, connect: Connect) -> int:
-    """Run from the newest checkpoint, as the head of the run's hosts, until the run ends; return the exit status."""
+    """Run from the newest checkpoint until the run ends, with this machine as the head; return the exit status."""
     directory = run_directory.open_run(path)
     members = read_members(path)
     if members is not None:

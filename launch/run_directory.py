@@ -260,7 +260,10 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Make `after` the recipe from `step` on; return a line per change, or raise `UserError` if the run is live."""
+    """Replace the run's recipe by `after` from step `step` on, and return one line for each change.
+
+    Raises `UserError` if the run is live.
+    """
     directory: RunDirectory = open_run(run_dir)
     changed = differences(directory.config, after)
     if not changed:

@@ -3,7 +3,7 @@
 | state       | waits for                                       | until             | then                           |
 |-------------|-------------------------------------------------|-------------------|--------------------------------|
 | waiting     | health of the processes it starts after         | their deadlines   | starting                       |
-| waiting     | the same, for processes on other hosts          | `start_timeout_s` | fails the run, naming it       |
+| waiting     | health of such processes on other hosts         | `start_timeout_s` | fails the run; names a process |
 | starting    | its health check                                | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                        | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)         | –                 | starting                       |
@@ -14,9 +14,9 @@ When a process of a group dies, the others of the group are killed and all are r
 may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
 No process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or SIGTERM
-suspends the run: it saves its state and stops in order. A second one kills it at once. The result says what happened
-and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child processes
-to the thread that started them.
+suspends the run: it saves its state and stops in order. A second signal kills the run immediately. The result says what
+happened and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child
+processes to the thread that started them.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Supervisor:
         return name in self._processes
 
     def add(self, spec: ProcessSpec) -> None:
-        """Run this process too, from the next tick on. Only `on_tick` calls this."""
+        """Start and supervise one more process, from the next tick on. Only `on_tick` calls this."""
         if self.knows(spec.name):
             raise ValueError(f"process names must be unique, got {spec.name!r} again")
         self._announce(f"starting {spec.name}")
@@ -174,7 +174,7 @@ class Supervisor:
         self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
-        """Stop this process for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
+        """Stop the process `name` for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
         process = self._processes.get(name)
         if process is None or process.state in (State.STOPPING, State.ENDED):
             return
@@ -206,7 +206,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _saves(self, now: float) -> bool:
-        """Return True while an interrupted run may continue, to save its state. The first call asks it to suspend."""
+        """Return True while an interrupted run may continue, to save its state. The first call suspends the run."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:
@@ -301,7 +301,7 @@ class Supervisor:
         self._tell_restarts()
 
     def _restart_with(self, died: Process) -> None:
-        # The others of the group would wait for the dead process forever.
+        # Restart the other processes of the group as well: they would wait for the dead process forever.
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
@@ -386,7 +386,7 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Under nohup, SIGHUP is ignored and must stay so.
+        # Under nohup, SIGHUP is ignored; it must remain ignored.
         wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in wanted}
         try:

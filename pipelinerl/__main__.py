@@ -11,7 +11,8 @@ import signal
 def main() -> None:
     """Run the command line."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # a background job ignores Ctrl-C, and must keep ignoring it
+    # A background job has another handler, because it ignores Ctrl-C; it must continue to ignore it.
+    if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from pipelinerl import cli
     from pipelinerl.system.process import run_process

@@ -33,7 +33,8 @@ DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
 #: Stream with one entry for each epoch (one start of a trainer), so that no epoch number is used twice.
 EPOCHS = "epochs"
-#: Streams for engines that pull weights: `ANNOUNCEMENTS` carries the versions, `TAKEN` each engine's outcome.
+#: Streams for engines that pull weights: the trainer writes new versions to `ANNOUNCEMENTS`, and each engine writes to
+#: `TAKEN` whether it has taken the version.
 ANNOUNCEMENTS = "announcements"
 TAKEN = "taken"
 #: The number of consecutive skipped (non-finite) steps that end the run.
@@ -248,7 +249,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a group: its oldest token, sampled by version `oldest`, is too old to train at `current`."""
+    """An actor gave up a group: its oldest token, of version `oldest`, is too old for training at version `current`."""
 
     order_id: str
     index: int

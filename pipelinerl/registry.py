@@ -70,7 +70,8 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
-#: Engines that report the experts of each token, and trainers that replay them (`trainer.routing_replay`).
+#: Engine types that report the experts of each token, and trainer types that replay these experts
+#: (`trainer.routing_replay`).
 TELLS_ROUTING: Final = frozenset({"torch"})
 REPLAYS_ROUTING: Final = frozenset({"torch"})
 
@@ -119,7 +120,10 @@ def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
 
 
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the registered entry, or a new one for user code, which is not loaded; raise `RecipeError` if unknown."""
+    """Return the entry that is registered as `name`; for a reference to user code, return a new entry.
+
+    User code is not loaded. Raises `RecipeError` if the name is unknown.
+    """
     if is_user_code(entries, name):
         return RegistryEntry(name)
     if name not in entries:

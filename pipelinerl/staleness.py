@@ -2,8 +2,8 @@
 
 j (`inference_reload_staleness`): an engine reloads when current − loaded ≥ j.
 
-k (`trainer_acceptance_staleness`): a rollout may train in the step that produces version v + 1 iff (v + 1) − (version
-of its oldest token) ≤ k. `k = math.inf` accepts everything.
+k (`trainer_acceptance_staleness`): a rollout may be trained on in the step that produces version v + 1 iff (v + 1) −
+(version of its oldest token) ≤ k. `k = math.inf` accepts everything.
 
 Presets (j, k): (1, 1) is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `on_update = "continue"` is
 PipelineRL; (16, 32) is RLAX.
@@ -26,7 +26,8 @@ class StalenessBounds:
     """The pair (j, k); `k` may be `math.inf`.
 
     Raises:
-        RecipeError: j < 1, or k < j, which would deadlock: rollouts would be too old to train before engines reload.
+        RecipeError: j < 1, or k < j. With k < j the run would deadlock: rollouts would be too old to be trained before
+            engines reload.
     """
 
     j: int
@@ -63,7 +64,7 @@ class StalenessBounds:
         groups. The prompt is sampled with version `loaded` or newer, so it must be trained within
         k − (current − loaded) steps. Because an answer may take twice as long as others, only half of these steps, but
         at least two, are filled in advance. At most `sampled_at_once` rollouts are needed, plus the rollouts of two
-        steps: the step that trains now and the step that waits.
+        steps: the step that is trained now and the step that waits.
         """
         steps = self.k - (current - loaded)
         most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf

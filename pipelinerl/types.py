@@ -57,7 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """Domain shares are exact in each block of `size` orders (the groups of one step), from order `since` on."""
+    """Blocks of `size` orders (the groups of one step), from order `since` on; each block has exact domain shares."""
 
     since: int
     size: int
@@ -179,7 +179,7 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A verifier's result; `reward` is meaningless unless the outcome is a judgement.
+    """A verifier's result; `reward` is meaningless if the outcome is a timeout or an error, and so no judgement.
 
     Attributes:
         answer: the extracted answer, normalised so that equal answers are equal strings, for majority votes; empty if
@@ -222,7 +222,8 @@ class Turn:
         behavior_logprobs: f32 [N], the sampler's log-probs.
         spans: version spans whose lengths sum to N.
         routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token, if reported.
-        context_routed_experts: [C, layers, top_k], the same for the context; a rollout's first entry is meaningless.
+        context_routed_experts: [C, layers, top_k], the experts of the token before each context token; meaningless for
+            the first token of a rollout.
         note: in an episode, the turn's reward, its agent, and why it begins a segment.
     """
 
@@ -259,8 +260,8 @@ class Segment(NamedTuple):
 
     Attributes:
         turns: the turns of the path, in order.
-        trained: numbers, within the rollout, of the turns that train in this segment: the last turns of the path. The
-            turns before them train in an earlier segment and are only context here.
+        trained: numbers, within the rollout, of the turns that are trained in this segment: the last turns of the path.
+            The turns before them are trained in an earlier segment and are only context here.
     """
 
     turns: tuple[Turn, ...]
@@ -282,7 +283,7 @@ class Rollout:
     """One sample of a problem with its verdict.
 
     Attributes:
-        turns: every turn of the model that trains, each once, in the order in which the turns ended.
+        turns: the model's turns that are trained on, each once, in the order in which the turns ended.
         parents: for each turn the number of the earlier turn that it continues, or `ROOT`; empty if every turn
             continues the previous one, so that the rollout is one segment. A turn's `context_token_ids` are the tokens
             after the end of its parent.
@@ -299,7 +300,7 @@ class Rollout:
     def segments(self) -> tuple[Segment, ...]:
         """The sequences to train on: one for each turn that no other turn continues, in the order of these turns.
 
-        Each turn trains in the first segment that contains it, so each sampled token trains exactly once.
+        Each turn is trained in the first segment that contains it, so each sampled token is trained exactly once.
         """
         if not self.parents:
             return (Segment(self.turns, range(len(self.turns))),)
@@ -345,7 +346,7 @@ class RolloutGroup:
     """The G rollouts that one order for a prompt requested.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
-    the group from training; empty if the group may train. `issued_at` is that of the order.
+    the group from training; empty if the filter accepts the group. `issued_at` is that of the order.
     """
 
     group_id: str

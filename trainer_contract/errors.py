@@ -6,7 +6,7 @@
     ├── StateError          a saved state, or given weights, are missing, damaged or from another model
     ├── ProtocolError       a verb was called out of order (optimizer_step without backward)
     ├── NonFiniteError      a loss, gradient or log-prob is not finite; no update was applied
-    └── RankError           a process of a multi-process trainer died, hangs or failed: restart all of them
+    └── RankError           a process of a multi-process trainer died, hangs or failed: restart all its processes
 
 To add an error, subclass the nearest parent and add a line to this tree.
 """
@@ -33,7 +33,10 @@ class ProtocolError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is NaN or infinite; no step was applied. `number`: that micro-batch, if known."""
+    """A loss, gradient or log-prob is NaN or infinite; no step was applied.
+
+    `number` is the index of the micro-batch with that value; None if unknown.
+    """
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
         super().__init__(message)

@@ -26,7 +26,7 @@ def problems() -> list[dict[str, str]]:
 
 
 def calculated(arguments: str) -> str:
-    """Return the product that a call asks for, or an error message."""
+    """Return the product that the arguments of a tool call ask for, or an error message."""
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, KeyError, TypeError):
@@ -36,7 +36,7 @@ def calculated(arguments: str) -> str:
 
 
 async def run(task, client):
-    """Return 1 for the right number after a call, 0.3 for the right call alone, 0.1 for another call, else 0."""
+    """Return the reward: 0 without a call; after a call, 1 for a right answer, 0.3 for a right call alone, else 0.1."""
     messages = list(task.messages)
     answer = await client.chat(messages, tools=[TOOL])
     if len(answer.tool_calls) != 1:

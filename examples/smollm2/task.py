@@ -1,4 +1,4 @@
-"""The task: express the content of a sentence as JSON. 4,800 sentences, split by hash."""
+"""The task: express the content of a sentence as JSON. A hash decides which of the 4,800 sentences are held out."""
 
 from __future__ import annotations
 

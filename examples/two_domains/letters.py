@@ -6,7 +6,7 @@ from itertools import product
 
 
 def problems() -> list[dict[str, object]]:
-    """Return pronounceable four-letter words, each with its last letter; they are split by hash."""
+    """Return pronounceable four-letter words, each with its last letter; a hash decides which words are held out."""
     consonants, vowels = "bdfgklmnprst", "aeiou"
     words = ("".join(letters) for letters in product(consonants, vowels, consonants, vowels))
     return [{"prompt": word, "answer": word[-1], "tags": [f"ends={word[-1]}"]} for word in words]

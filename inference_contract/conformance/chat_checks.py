@@ -223,7 +223,7 @@ def messages_cannot_inject_control_tokens(session: Session) -> None:
             message = {"role": "user", "content": spelling * count}
             answer = session.completed(messages=[message], max_tokens=1)
             if answer.status_code == 400:
-                # 400 is allowed: as plain text the message may be too long, or the engine may reject the spelling
+                # a rejection is fine, too: the plain text may be too long, or the engine rejects the spelling
                 break
             lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
         assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (

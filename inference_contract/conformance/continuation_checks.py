@@ -105,8 +105,8 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
 
 def stop_string_may_span_the_prefix(session: Session) -> None:
     """A stop string may begin in the prefix and be completed after it; the answer's text then stops before it."""
-    # If the engine draws new noise for the rest, only greedy answers repeat. A prompt has just one greedy answer, so
-    # each attempt uses another prompt.
+    # If the engine draws new noise for the rest of an answer, only greedy answers can be compared. A prompt has just
+    # one greedy answer, so each attempt uses another prompt.
     warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
     prompt = session.chat().prompt_token_ids or []
     for number in range(_SEEDS):
@@ -118,9 +118,10 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that ends at a stop string, the same answer continued from all its tokens but the last, and the
-    number of these tokens; None if no stop string ends it. If a greedy answer repeats one character, the answer ends at
-    its second token, with an empty text.
+    """Return an answer that a stop string ends, its continuation from all tokens but the last, and their number.
+
+    Return None if the stop string does not end the answer. A greedy answer that repeats one character ends at its
+    second token, with an empty text.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]

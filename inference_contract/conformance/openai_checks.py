@@ -1,4 +1,4 @@
-"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, the older route, routed experts.
+"""Checks of optional features: tools, structured output, penalties, biases, `/v1/completions`, routed experts.
 
 An engine may reject any of these, but must name the field.
 """
@@ -25,7 +25,7 @@ TOOL: Final = {
     },
 }
 CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-#: Tolerance in nats between log-probs that come from one forward pass.
+#: Tolerance in nats between log-probs of the same token that come from the same forward pass.
 _APART: Final = 1e-3
 #: Tolerance in nats between log-probs of the same token from two forward passes, such as a decode step and a prefill.
 _SCORED_APART: Final = 0.1

@@ -130,7 +130,7 @@ def pull_and_broadcast_take_turns(session: Session) -> None:
 
 
 def pull_tries_the_next_source(session: Session) -> None:
-    """The engine tries the next source after one that is down, lacks the version or closes the connection."""
+    """If a source is down, lacks the version or closes the connection, the engine tries the next source."""
     with (
         WeightServer(session.host, session.token) as broken,
         WeightServer(session.host, session.token) as empty,
@@ -145,7 +145,7 @@ def pull_tries_the_next_source(session: Session) -> None:
 
 
 def pull_of_shards_is_served(session: Session) -> None:
-    """A version in two shards is fetched from two servers, each with only its own bytes, and then served."""
+    """A version in two shards is fetched from two servers, which hold the bytes of one shard each, and then served."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
@@ -250,7 +250,7 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
 
 
 def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if the engine lacks pull."""
+    """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if engines cannot pull."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
@@ -270,7 +270,7 @@ def _pulled(
     version: int | None = None,
     before: tuple[WeightServer, ...] = (),
 ) -> int:
-    """Run a whole update whose sources are the servers in `before`, then `server`; return the update's version."""
+    """Run a whole update by pull, whose sources are the servers in `before` and then `server`; return its version."""
     trainer = kit_trainer(session)
     version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
     answer = trainer.accepted(_commit(session, version, digest=announced), "committed")

@@ -38,7 +38,7 @@ class Peer(Protocol):
 
 @final
 class Session:
-    """One run of the kit against one engine; the first weight check creates `peer`, the trainer's end of the group."""
+    """One run of the kit against one engine; the first weight check creates `peer`, rank 0 of the process group."""
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -128,7 +128,7 @@ class Session:
         return float(matching[0].rsplit(" ", 1)[1]) if matching else None
 
     def recover(self) -> None:
-        """Leave the group after a failed check, which drops staged weights, so that the next check starts clean."""
+        """After a failed check, leave the group, so that the engine drops staged weights before the next check."""
         if self.peer is not None:
             self.peer.leave()
 
@@ -184,9 +184,10 @@ _ASKERS: Final = 4
 class Load:
     """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 
-    A fast engine may finish a single long request before an update commits. Several threads that each send a new
-    request after every answer leave no such gap. `ask` takes a seed and returns an unparsed response, since parsing is
-    slower than a fast engine's sampling. The first failure is raised when the block ends.
+    A fast engine may finish a single long request before an update commits. Therefore each of several threads sends a
+    new request as soon as it has an answer, so that the engine is never idle. `ask` takes a seed and returns an
+    unparsed response, since parsing is slower than a fast engine's sampling. The first failure is raised when the block
+    ends.
     """
 
     def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:

@@ -10,7 +10,7 @@ from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
-#: The most streams that `disconnect_frees_a_stream` abandons, and the most samples per stream.
+#: In `disconnect_frees_a_stream`: the most streams that the check abandons, then the most samples of one stream.
 _LEAVINGS: Final = 8
 _MOST_SAMPLES: Final = 64
 

@@ -169,7 +169,7 @@ class KitTrainer:
         return self._session.post(routes.REQUEST_WEIGHT_UPDATE, request | fields)
 
     def broadcast(self, data: torch.Tensor, *, layout: WeightLayout | None = None) -> None:
-        """Send the bytes piece by piece; the default layout is the engine's."""
+        """Broadcast weights `data` piece by piece, cut according to `layout` (by default, the engine's layout)."""
         for start, end in (layout or self.layout).pieces(_BUCKET_BYTES):
             options = dist.BroadcastOptions()
             options.rootRank = 0

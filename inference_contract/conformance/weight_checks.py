@@ -19,7 +19,8 @@ from inference_contract.weights import DType, WeightLayout
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
-#: Most tokens of a sample during a drain, and the number of drains that must find samples running.
+#: Checks of `on_update=drain` sample at most `_DRAINED_TOKENS` tokens per answer, and repeat the update until `_DRAINS`
+#: updates found samples running.
 _DRAINED_TOKENS: Final = 32
 _DRAINS: Final = 2
 _NONE_OPEN: Final = "no sample under load was in flight while new weights were committed; try a longer timeout"

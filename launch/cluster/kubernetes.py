@@ -89,7 +89,7 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
 
 
 def manifest_text(objects: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
-    """Return the objects as YAML, after the notes as comments."""
+    """Return YAML text: the notes as comments, then the objects."""
     comments = "".join(f"# {note}\n" for note in notes)
     return comments + "".join("---\n" + "\n".join(_yaml(each)) + "\n" for each in objects)
 

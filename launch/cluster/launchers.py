@@ -71,7 +71,9 @@ def start_on(
     claim: Callable[[RunConfig], bool],
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Start a run, or raise `UserError`; return 0 once it is submitted or, under Ray, the finished run's status.
+    """Start a run on the launcher; return 0 once the run is submitted. Raises `UserError` if that fails.
+
+    Under Ray, wait for the end of the run and return the run's exit status.
 
     Under Kubernetes the run's directory is on a volume of the cluster; the head makes the directory there.
     """

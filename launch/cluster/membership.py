@@ -53,7 +53,7 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The hosts of a run, the head first, and the number of the run's first port."""
+    """The hosts of a run, the head first, and the first of the consecutive ports that the run uses."""
 
     hosts: tuple[Host, ...]
     first_port: int = FIRST_PORT
@@ -153,7 +153,7 @@ class NodeFile:
         self._write()
 
     def tell(self, state: NodeState, message: str = "") -> None:
-        """Report the node's state at once."""
+        """Report the node's state immediately, without waiting for the next heartbeat."""
         self._record = msgspec.structs.replace(self._record, state=state, message=message)
         self._write()
 

@@ -2,16 +2,16 @@
 
 The head's node is the launcher itself, which runs its own share (`launch.run.resume`). Any other node does this:
 
-| it waits for                                | how long   | then                                             |
-|---------------------------------------------|------------|--------------------------------------------------|
-| a launch that is under way (`launch.json`)  | `HEAD_S`   | raises an error that says what to start          |
-| health of the controller, on the head       | `launch.start_timeout_s` | fails the run, naming it           |
-| a heartbeat of the head                     | `HEAD_S`   | stops its share                                  |
-| the result of the run, from the head        | –          | stops its share, and exits with the head's status |
+| it waits for                           | how long                 | then                                          |
+|----------------------------------------|--------------------------|-----------------------------------------------|
+| a launch in progress (`launch.json`)   | `HEAD_S`                 | raises an error that says what to start       |
+| health of the controller, on the head  | `launch.start_timeout_s` | fails the run; the error names the controller |
+| a heartbeat of the head                | `HEAD_S`                 | stops its share                               |
+| the result of the run, from the head   | –                        | stops its share; exits with the head's status |
 
-It serves one launch after another: if the head restarts, all nodes restart their processes with the new token. If this
-node is killed, its processes end with it; once restarted, it starts them again. SIGTERM stops its share and lets a
-trainer save first, while the run continues.
+A node serves one launch after another: if the head restarts, all nodes restart their processes with the new token. If a
+node is killed, its processes end with it; a restarted node starts its processes again. SIGTERM stops the node's share
+and lets a trainer save first, while the run continues.
 """
 
 from __future__ import annotations

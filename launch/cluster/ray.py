@@ -8,7 +8,7 @@ as a separate process: no role imports ray, and no data of the run passes throug
 | a placement group                     | `PLACED_S`        | raises an error that lists what each host needs        |
 | the head's node                       | –                 | ends with the exit status of the head's node           |
 | the replacement of a node that died   | –                 | meanwhile the run continues without this host          |
-| the same, on a different machine      | –                 | restarts all nodes: the run resumes from a checkpoint  |
+| a replacement on a different machine  | –                 | restarts all nodes: the run resumes from a checkpoint  |
 | the run to be saved, after Ctrl-C     | `launch.save_s`   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
@@ -132,7 +132,7 @@ class _Nodes:
                 for reference in self._ready():
                     if reference in self._locating:
                         self._located(self._locating.pop(reference), reference)
-                    elif reference in self._serving:  # false for a node from before all nodes were restarted
+                    elif reference in self._serving:  # ignore nodes from before a restart of all nodes
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status

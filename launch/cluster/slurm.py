@@ -9,7 +9,8 @@ The same script runs each time the job is requeued:
   resumes from the checkpoint on whatever hosts it gets.
 - The job's exit status is that of the head's node: 0 if the run completed, 1 if it failed.
 
-Requirements: all hosts see the run's directory and the model on a shared file system, and have this Python.
+Requirements: all hosts see the run's directory and the model on a shared file system, and have the same Python
+environment as the submitting host, at the same path.
 """
 
 from __future__ import annotations

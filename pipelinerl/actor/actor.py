@@ -138,7 +138,7 @@ class Actor:
     def follow(self, *, model_version: int, k: float) -> None:
         """Set the trainer's version and the staleness bound `k` (the most versions between sampling and training).
 
-        Drop groups that have become too old to train.
+        Groups that have thereby become too old to be trained are dropped.
         """
         self._freshness.follow(current=model_version, k=k)
 
@@ -169,7 +169,7 @@ class Actor:
             self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # after a server outage the stream can deliver an order again
+        if entry.entry_id in self._tasks:  # already in progress: after an outage, streams repeat orders
             self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))

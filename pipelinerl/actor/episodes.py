@@ -53,7 +53,7 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start in advance what the first episode needs."""
+        """Start the processes that the first episode needs, before it is played."""
         ...
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ class EpisodeDomain:
     tools: Toolbox | None = None
 
     async def start(self) -> None:
-        """Start in advance what the first episode needs."""
+        """Start the player and the tools before the first episode."""
         await self.player.start()
         if self.tools is not None:
             await self.tools.start()
@@ -232,7 +232,7 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of one group's episodes. The group's age counts from its first turn, not from later ones."""
+    """`GroupProgress` of one group's episodes, which reports the group as begun at its first turn only."""
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress

@@ -29,16 +29,19 @@ class Filtering:
 
     @property
     def figures(self) -> VerifierFigures:
-        """The filter's counts so far. Refused groups count as judged, just like kept groups."""
+        """Counts of the filter's decisions so far. A group counts as judged whether the filter kept or refused it."""
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return the filter's reason to refuse the group, or ""; evaluations and unjudged groups are not filtered."""
+        """Return the filter's reason to refuse the group, or "" if it keeps the group.
+
+        Evaluations, and groups in which the verifier judged no answer, are not filtered.
+        """
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]
         if not any(verdict.outcome.is_judgement for verdict in verdicts):
-            return ""  # needs no filter: the trainer drops groups in which the verifier failed on every answer
+            return ""  # no need to filter: the trainer drops groups in which the verifier failed on every answer
         sampled = [
             SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
             for each in made

@@ -1,10 +1,10 @@
-"""Cancellation of groups that can no longer train, so that engines stop working on them.
+"""Cancellation of groups that are too old to be trained, so that engines stop working on them.
 
-A group can train the step after version v iff v + 1 − (version of its oldest token) ≤ k, the trainer's staleness bound
-(`staleness.py`). The actor does not know the version of the oldest token. It assumes the first version reported to it
-after the request was sent, which is normally at least as new: if the group is stale by that version, it is stale in any
-case. The exception is a request that waited long at a full engine. Its group may be dropped wrongly, which is rare,
-because pacing keeps orders from waiting for k steps.
+A group can be trained in the step after version v iff v + 1 − (version of its oldest token) ≤ k, the trainer's
+staleness bound (`staleness.py`). The actor does not know the version of the oldest token. It assumes the first version
+reported to it after the request was sent, which is normally at least as new: if the group is stale by that version, it
+is stale in any case. The exception is a request that waited long at a full engine. Its group may be dropped wrongly,
+which is rare, because pacing keeps orders from waiting for k steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.staleness import StalenessBounds
 
 
 def can_be_fresh(began: int, *, current: int, k: float) -> bool:
-    """Return whether a group that began at version `began` may train the step after version `current`."""
+    """Return True if a group that began at version `began` may be trained in the step after version `current`."""
     return StalenessBounds(1, k).accepts(producing=current + 1, oldest=began)
 
 
@@ -29,7 +29,7 @@ class Held:
     """A group that is being sampled. `scope` is the timeout that cancels the sampling.
 
     `began` is the version at which sampling began, as far as the actor knows; None until the next version is reported.
-    `given_up` is the value of `began` for which the group was dropped; a later restart does not change it.
+    `given_up` is the value that `began` had when the group was dropped; None if the group was not dropped.
     """
 
     scope: asyncio.Timeout
@@ -52,7 +52,7 @@ class Freshness:
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
-        """Watch a group during the block, which ends with a TimeoutError as soon as the group is too old to train."""
+        """Watch a group during the `with` block; once the group is too old to be trained, raise TimeoutError there."""
         self._held.add(held)
         try:
             yield
@@ -60,7 +60,7 @@ class Freshness:
             self._held.discard(held)
 
     def follow(self, *, current: int, k: float) -> None:
-        """Set the trainer's version `current` and staleness bound `k`; cancel groups that are too old to train."""
+        """Set the trainer's version `current` and staleness bound `k`; cancel groups that are too old to be trained."""
         self.current = current
         for held in self._held:
             if held.waits:

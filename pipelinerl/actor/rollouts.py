@@ -116,7 +116,10 @@ class RolloutWriter:
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the prompt's experts by `id()` of the completion; raise `RecordError` if an answer lacks experts."""
+    """Return the experts to which the prompt's tokens were routed, keyed by the `id()` of each completion.
+
+    Raises `RecordError` if an answer lacks routed experts, or if their shape does not fit the tokens.
+    """
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts

@@ -41,7 +41,7 @@ class StageLog:
 
     @contextmanager
     def claimed(self, order: PromptOrder) -> Iterator[None]:
-        """Track an order during the block. Afterwards only a verified group leaves a record."""
+        """Track an order during the `with` block; at its end, the order is forgotten unless its group was verified."""
         if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
             self._under_way[order.order_id] = _UnderWay(self._clock())
         try:

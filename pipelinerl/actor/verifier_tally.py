@@ -20,7 +20,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counter of verdicts, episodes and calls since the actor started, and of failures since the last judgement."""
+    """Counter of verdicts, episodes and tool calls since the actor started, and of failures in a row."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
@@ -57,7 +57,7 @@ def _kind(verdict: Verdict) -> Outcome | None:
 
 
 def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """Add a run of verdicts to `figures`: all are failures of the kind `failure` or, if None, all are judgements."""
+    """Add consecutive verdicts to `figures`. All are failures of the kind `failure`; if None, all are judgements."""
     more = len(verdicts)
     if failure is None:
         return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")

@@ -148,7 +148,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "model",
                 f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
             )
-    from pipelinerl.roles.engine_role import build_engine  # slow import, which `pipelinerl run` does without
+    from pipelinerl.roles.engine_role import build_engine  # a slow import, not needed by `pipelinerl run`
 
     build_engine(_placeholder_identity(config))
     dtypes = dtypes_of(config)
@@ -284,7 +284,7 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
-    # A finding, not an error: the recipe may be meant for another machine.
+    # Report only findings, no errors: the recipe may be meant for another machine.
     from pipelinerl.weights.broadcast.collective import offers
 
     if offers(Backend.NCCL):
@@ -314,9 +314,9 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory for past weights, about k / j versions.
+    """Describe the memory that past versions of the weights take; about k / j versions are kept.
 
-    Rollouts of the last k versions may train, and only every j-th version is published.
+    Rollouts of the last k versions may be trained on, and only every j-th version is published.
     """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)

@@ -42,7 +42,10 @@ def conformance_trainer(
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
-    """Run the engine conformance kit against `url`; return True if all pass; raise `AddressError` if none answers."""
+    """Run the engine conformance kit against `url`, and return True if all checks pass.
+
+    Raises `AddressError` if no engine answers at `url`.
+    """
     import httpx
 
     from inference_contract import conformance

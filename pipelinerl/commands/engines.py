@@ -39,7 +39,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
-#: Seconds within which an engine must load its model, receive a publication of weights, and so join the run.
+#: Seconds within which an engine must join the run: it must load its model and receive a publication of weights.
 _JOIN_S: Final = 300.0
 
 
@@ -110,7 +110,7 @@ def drain(run: Run, engine: Which, timeout: Timeout = 60.0, wait: Wait = True) -
 
 @engines_app.command()
 def remove(run: Run, engine: Which) -> None:
-    """Remove an engine at once; other engines resample its running requests."""
+    """Remove an engine immediately; other engines resample its running requests."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:

@@ -177,7 +177,10 @@ def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Se
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """Read a file of rollouts in either format; rollouts without a group get `group`. Raises `UserError`."""
+    """Read rollouts from a JSON file or a stored record; rollouts without a group number get the number `group`.
+
+    Raises `UserError` if the file cannot be read.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

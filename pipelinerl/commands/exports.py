@@ -35,7 +35,7 @@ DEFAULT_NAME: Final = "trace.json.gz"
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
-    """Write the trace to `output` and return a message for the user; raise `UserError` without a readable run."""
+    """Write the trace to `output` and return a message for the user; raise `UserError` if the run cannot be read."""
     log, path = run_dir / "events.jsonl", output or run_dir / DEFAULT_NAME
     if not log.is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")

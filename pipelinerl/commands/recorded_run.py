@@ -41,7 +41,7 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: Stands for the trainer, (epoch, first version), if a step's log names none; the step's groups are then unknown.
+#: Placeholder for the trainer of a step, (epoch, first version), if the log names none; the step's groups are unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -80,7 +80,8 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # After a restart a step may be repeated, and the repetition counts: take the last trainer that started below it.
+    # A trainer that restarts may repeat steps, and then its repetition is the valid one. So the step belongs to the
+    # latest trainer that began at an earlier version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
@@ -100,7 +101,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
                     try:
                         group = decode_group(entry.payload)
-                    except RecordError as error:  # the trainer also skipped this record
+                    except RecordError as error:  # the trainer has skipped this record, too
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
                     groups.setdefault(group.index, []).append(group)

@@ -104,7 +104,7 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """Return the newest intact checkpoint before the step, and its state; without one, None and the initial state."""
+    """Return the newest intact checkpoint before the step and its state, or None and the initial state."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

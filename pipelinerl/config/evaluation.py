@@ -24,7 +24,8 @@ PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 class HeldOutSet:
     """An evaluation set with all its settings resolved; `place` is its position in the recipe.
 
-    `max_tokens` is None if the training limits apply, `interval_steps` if the knob `evaluation_interval_steps` applies.
+    `max_tokens` is None if the training limits apply. `interval_steps` is None if the knob `evaluation_interval_steps`
+    applies.
     """
 
     name: str

@@ -150,10 +150,13 @@ _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make paths in the table, relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
+    """Make the table's paths absolute, where relative paths begin at `folder`, and read few-shot files.
+
+    Raises `RecipeError` if a few-shot file cannot be read.
+    """
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    # The keys of this table are engine types, which may be references to user code.
+    # The keys of `elastic.types` are engine types; a key that refers to user code may contain a path.
     if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
@@ -223,8 +226,9 @@ def _messages(path: Path, domain: Any) -> Any:
 
 # --- messages about keys that do not fit the schema -------------------------------------------------------------------
 #
-# A message has one line for each field, with the expected and the given value. For an unknown key, it suggests the
-# closest key of the section, or other sections that have the key. Values that no file can represent are rejected first.
+# The error message about a recipe has one line for each wrong field, with the expected and the given value. For an
+# unknown key, it suggests the closest key of the section, or other sections that have the key. Values that no file can
+# represent are rejected before the schema is applied.
 
 #: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")

@@ -265,7 +265,7 @@ class RunConfig(Section):
     def trainer_processes(self) -> int:
         """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
 
-        Only one if the recipe sets a rendezvous (`distributed`), because the user then starts the others.
+        It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
         mesh = self.trainer.options.get("mesh", {})
         if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
@@ -282,7 +282,9 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or servers are given."""
+        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or the recipe names
+        running servers.
+        """
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
@@ -329,7 +331,7 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
             'source and prompts of the domains it named and loss = "ce", where `weight` is their share of the problems '
             "and `loss_weight` the factor of their loss"
         )
-    try:  # from JSON, pydantic accepts strings as enums and lists as tuples, but still no strings as numbers
+    try:  # validate as JSON: pydantic then accepts strings as enums and lists as tuples, but no strings as numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(sentences(error, RunConfig, table)) from None
@@ -351,7 +353,8 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in above:
         raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a byte order mark
+        # The encoding utf-8-sig also accepts the byte order mark that Windows editors write.
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

@@ -301,7 +301,8 @@ class StreamsSection(Section):
         return url
 
 
-#: `announce = "auto"` announces a version by a request to each engine up to this number of engines, else by a stream.
+#: With `announce = "auto"`, versions are announced by a request to each engine if there are at most this many engines,
+#: else by a stream.
 TOLD_ONE_BY_ONE = 64
 
 

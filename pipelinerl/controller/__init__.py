@@ -1,1 +1,1 @@
-"""The only process of a run that decides: it issues and accounts for prompts, bounds staleness, gives directives."""
+"""The controller, the only process of a run that decides: it issues prompts, bounds staleness, directs the trainer."""

@@ -111,7 +111,7 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        # UnicodeError: a label of the host name is too long
+        # The URL's host name raises UnicodeError if one of its labels is too long.
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
@@ -138,7 +138,10 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine; return the seconds after which to repeat the offer, which is idempotent per incarnation."""
+        """Offer an engine to the fleet; return the seconds after which the caller must repeat the offer.
+
+        Repeated offers of the same incarnation (process of the engine) have no further effect.
+        """
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
@@ -159,7 +162,7 @@ class AsyncControllerClient:
 
 
 def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
-    reason = str(error) or type(error).__name__  # for example, a connection timeout has no message
+    reason = str(error) or type(error).__name__  # some errors have no message, such as a connection timeout
     return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
 
 
@@ -168,7 +171,7 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    # msgspec raises the last two unwrapped
+    # msgspec does not turn UnicodeDecodeError and RecursionError into a DecodeError.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None

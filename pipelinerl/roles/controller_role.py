@@ -238,10 +238,10 @@ async def _drop_rollouts(stream: Stream) -> None:
 
 
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
-    """Write the recipe with the streams' address, which resuming needs, unless the launcher has written the recipe.
+    """Write the resolved recipe to the run's directory, unless the launcher has written it already.
 
-    An address on this machine is left out, because the run may be resumed on another machine, with a stream server
-    there.
+    The recipe includes the address of the stream server, so that the run can be resumed. An address on this machine is
+    left out, because a run that is resumed on another machine has its stream server on that machine.
     """
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():
@@ -299,7 +299,7 @@ def directory_of(where: str) -> Path:
     """Return the directory of the run at `where`, a path or a URL, ready to resume.
 
     Raises:
-        UserError: there is no run, there are two places to resume from, or the run has another layout.
+        UserError: there is no run, a newer checkpoint exists elsewhere, or the run has another layout.
     """
     if _SCHEME in where:
         return _restored(where.rstrip("/"))
@@ -351,14 +351,17 @@ def _restored(url: str) -> Path:
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
-    (draft / _RECIPE).chmod(0o600)  # private: it may contain the password of the user's stream server
+    (draft / _RECIPE).chmod(0o600)  # only for the owner: the recipe may contain the password of a stream server
     write_layout(draft)  # the current layout is right, because streams and journal are not copied
     draft.rename(run_dir)
     return run_dir
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the files copied with it, into `draft`; return its path or None."""
+    """Download the newest complete checkpoint, and the files copied with it, into `draft`.
+
+    Return the checkpoint's path, or None if there is no complete checkpoint.
+    """
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -378,8 +381,8 @@ def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
 def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     """Use the model in the checkpoint as the run's model if the recipe's model is missing on this machine.
 
-    Both have the same configuration and tokenizer, and the trainer reads the weights from the checkpoint anyway. Only a
-    reference model and LoRA adapters need the weights that the run began with.
+    Both models have the same configuration and tokenizer, and the trainer reads its weights from the checkpoint anyway.
+    Only a reference model and LoRA adapters need the weights that the run began with.
     """
     config = load(draft / _RECIPE)
     if config.model.resolved.is_dir():

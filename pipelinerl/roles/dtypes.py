@@ -2,8 +2,8 @@
 
     trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
-By default, engines hold weights in the model directory's dtype, and weights are sent in it, too. If engines hold
-float32, float32 is sent, because bfloat16 hides small updates. A weight that began as a bfloat16 value and is rounded
+By default, weights are sent and held by engines in the model directory's dtype. If engines hold float32, float32 is
+sent, because bfloat16 hides small updates. A weight that began as a bfloat16 value and is rounded
 again changes only once it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five
 steps or more, so the sampler would be that many steps older than its version says.
 
@@ -31,7 +31,7 @@ class Dtypes:
     engine: WeightDType
 
     def coarsest(self, config: RunConfig) -> str:
-        """Return the least precise format, of those in `TOLERANCES`, that weights have from trainer to engine."""
+        """Return the least precise format that weights have on their way to an engine, as a key of `TOLERANCES`."""
         trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)

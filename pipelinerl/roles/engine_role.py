@@ -37,7 +37,8 @@ log = logging.getLogger("pipelinerl")
 
 #: Seconds between checks that the engine still runs.
 WATCH_S = 0.5
-#: Module imported in advance, because it imports torch: otherwise all members of the weight group would wait for that.
+#: Module that is imported in advance because it imports torch, which is slow: at the first update, all engines of the
+#: process group would wait for the import.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
 #: Seconds between two attempts to connect to the streams.
 _AGAIN_S = 10.0
@@ -46,7 +47,7 @@ _AGAIN_S = 10.0
 def build_engine(identity: Identity) -> Engine:
     """Make the engine that the recipe names."""
     config = identity.config
-    server = _server_of(identity)  # first, because it fails fast and imports are slow
+    server = _server_of(identity)  # checked first, since the imports below are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     of_the_run = {
         "model_path": config.model.resolved,

@@ -10,7 +10,7 @@ with which the launcher starts the same process. Both come from the fields of `R
 the decorated function. Creating a `Role` imports nothing heavy: only the function imports what it runs.
 
 A password on a command line shows up in every user's process list; one in the environment does not. A role whose
-`--redis-url` holds a password therefore replaces itself at once (`hide_password`) and passes the address to itself in
+`--redis-url` holds a password therefore re-executes itself immediately (`hide_password`) and passes the address in
 `$PIPELINERL_REDIS_URL`. The password is still visible for some tenths of a second, and in the shell's history.
 """
 
@@ -33,8 +33,8 @@ from pipelinerl.observability.logs import without_secrets
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 _REDIS_OPTION: Final = "--redis-url"
 
-#: Environment variable with the address of the streams, password included. A role without `--redis-url` uses it; it
-#: takes precedence over the recipe.
+#: Environment variable with the address of the streams, password included. A role without `--redis-url` uses this
+#: address, even if the recipe has another one.
 REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
 #: Environment variable with the path of the password file of an embedded server, for roles on other hosts than the
 #: server. The launcher sets it.
@@ -47,7 +47,7 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 
 class OnExit(StrEnum):
-    """The launcher's reaction to the end of a process. It never restarts after exit status 2, which is a user error."""
+    """The launcher's reaction to the end of a process. After exit status 2, a user error, nothing is restarted."""
 
     RESTART = "restart"
     """Restart the process, within its restart budget."""

@@ -76,7 +76,7 @@ def feed_until(
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
-                    stopping = stop.is_set()  # read before the events, so that events before the stop are all sent
+                    stopping = stop.is_set()  # read `stop` first: all events before the stop are then sent
                     while feed.advance():
                         pause_s = first_retry_s
                     if stopping:
@@ -90,7 +90,7 @@ def feed_until(
 
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
-    """Return the function that opens each tracker of the recipe; raise `UserError` if a package is missing."""
+    """Return, for each tracker of the recipe, a function that opens it; raise `UserError` if a package is missing."""
     for name in config.trackers.chosen:
         if sentence := missing_package(name):
             raise UserError(sentence)

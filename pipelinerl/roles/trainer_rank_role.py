@@ -50,9 +50,10 @@ def run(config: RunConfig, *, rank: int) -> Never:
 
 
 def outlast_notice(save_s: float) -> None:
-    """Ignore the first SIGTERM, which all ranks of a machine get at once: rank 0 needs the others to save its state.
+    """Ignore the first SIGTERM: all ranks of a machine receive it, but rank 0 needs the other ranks to save its state.
 
-    Rank 0 ends the other ranks when it ends. This process ends by itself after `save_s`, or at a second SIGTERM.
+    Rank 0 ends the other ranks when it ends. If it does not, this process ends after `save_s` seconds or at a second
+    SIGTERM.
     """
 
     def start_deadline(number: int, _frame: object) -> None:

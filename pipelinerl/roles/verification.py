@@ -40,7 +40,10 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """A process's part of the run's LLM judge budget: the folder of its spending, and the number of sharers."""
+    """A process's share of the run's budget for LLM judges.
+
+    `folder` is where the process records its spending, and `sharers` the number of processes that divide the budget.
+    """
 
     folder: Path
     sharers: int
@@ -206,7 +209,8 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
 
 
 async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
-    # If the recipe names no model, request the model's name from the server, with retries until a vote would time out.
+    # If the recipe names no model, request the model's name from the server, with retries for as long as a vote may
+    # take.
     model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
     while model is None:
         try:

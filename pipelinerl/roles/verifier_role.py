@@ -1,13 +1,13 @@
 """A verifier service's process: the recipe's verifiers behind `verifiers/service`, leased to the actors of a run.
 
 The service serves a domain only with the sandbox that the recipe requires; otherwise it fails and names what is
-missing. Actors use the service once its verifiers have started, until it begins to end. After a drain, the process ends
-by itself with status 0.
+missing. Actors use the service from when its verifiers have started until it begins to shut down. After a drain, the
+process ends by itself with status 0.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
 | the controller, to accept its lease | – | the controller; a warning gives its URL and the error |
-| the controller, to withdraw it at the end | `_GOODBYE_S` | the controller, or the lease expires |
+| the controller, to withdraw its lease at the end | `_GOODBYE_S` | the controller, or the lease expires |
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 
 async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each required sandbox, which tests it with attacks; of a remote sandbox, check only that it is available."""
+    """Open each required sandbox: a local one is tested with attacks, a remote one is only checked for availability."""
     sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:
         if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:

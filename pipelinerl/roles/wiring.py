@@ -62,8 +62,8 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     """Return the recipe's objective, checked.
 
     Raises:
-        RecipeError: a setting is of no use to the objective, contradicts it, or would leave one of its slots without
-            effect.
+        RecipeError: the objective ignores or contradicts a setting, or a setting leaves one of the objective's slots
+            without effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -74,7 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the shape of the routers' choices of experts, which the trainer replays; None without routing replay.
+    """Return the shape of the routed experts per token, which the trainer replays; None without routing replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
@@ -102,7 +102,7 @@ def mini_batching_of(config: RunConfig) -> MiniBatching:
 
 
 def losses_of(config: RunConfig) -> DomainLosses:
-    """Return the loss and the weight of the loss of each trained domain."""
+    """Return, for each trained domain, its loss and the factor by which the loss is weighted."""
     losses = {each.name: DomainLoss(each.loss, each.loss_weight) for each in config.domains if each.weight}
     return DomainLosses(losses) if any(each != DomainLoss() for each in losses.values()) else ONE_LOSS
 
@@ -115,8 +115,8 @@ def is_url(place: str) -> bool:
 def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
     """Return where each frozen model is: a path, the URL of an engine, or empty for the initial policy.
 
-    Under the key None is the reference of the objective and of domains without a teacher of their own; under a domain's
-    name is its teacher.
+    The key None holds the reference model of the objective, which also teaches domains without a teacher of their own.
+    A domain's name is the key of the domain's own teacher.
     """
     taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
     places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}

@@ -131,7 +131,7 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    # Measure preferably the answers that the sample log records, so that their entropies are known.
+    # Measure the entropy first of all for the answers that the sample log records, so that the log can show it.
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),
@@ -155,7 +155,10 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return earlier versions of the weights, from the checkpoint, and the current one, for old log-probs."""
+    """Return the weights of the current version and of earlier versions, from which old log-probs are computed.
+
+    The earlier versions come from the checkpoint.
+    """
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()

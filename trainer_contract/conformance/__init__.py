@@ -55,7 +55,7 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-#: Largest vocabulary over which a check sums probabilities; it packs one segment for each token.
+#: Largest vocabulary over which a check sums probabilities; the check packs one segment for each token of it.
 _MAX_SUMMED_VOCABULARY: Final = 8192
 
 

@@ -200,13 +200,13 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
 #: Gradient norm to which `_fainter` scales the objective. It is far below AdamW's eps = 1, so that the first step is
 #: close to learning rate · gradient.
 _FAINT: Final = 0.01
-#: Share of the loss by which that step should decrease it: large enough to measure in fp32, small enough that the
-#: decrease is proportional to the step.
+#: The relative decrease of the loss that the step in `_fainter` aims at: large enough to measure in fp32, small enough
+#: that the decrease is proportional to the step.
 _SHARE: Final = 1e-3
 
 
 def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
-    """Check that a small step reduces the loss by the rate times the square of the reported norm.
+    """Check that a small step reduces the loss by the learning rate times the square of the reported gradient norm.
 
     Merged weights of adapters do not reveal the gradient g, but the loss does. With AdamW's eps = 1 and |g| far below
     1, the first step is lr·g, which reduces the loss by lr·|g|². If g is clipped to the norm c, the loss falls by
@@ -227,7 +227,7 @@ def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objec
 
 
 def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
-    """Scale the batch's weights to get a small gradient; return the batch, the gradient's norm, and a rate."""
+    """Scale the batch's weights to get a small gradient; return the batch, the gradient's norm, and a learning rate."""
     trainer = started(subject)
     loss = trainer.backward([batch], objective)[0].loss
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm

@@ -41,7 +41,7 @@ _PAUSE_S: Final = 0.002
 
 
 def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
-    """A step at rate 0, and a step without unmasked tokens, increment the version and change no weight."""
+    """A step at learning rate 0, and a step whose mask selects no token, increment the version and change no weight."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     masked = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     before, first = weights_of(trainer), trainer.model_version
@@ -171,7 +171,7 @@ FORWARD_AT: Final = (
 # --- measures of the output distribution, and their gradients ---------------------------------------------------------
 
 _MEASURE_TOLERANCE: Final = 1e-3
-#: Largest vocabulary over which a check sums probabilities; it packs one segment for each token.
+#: Largest vocabulary over which a check sums probabilities; the check packs one segment for each token of it.
 _MAX_SUMMED: Final = 8192
 
 
@@ -228,7 +228,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
-    # A step whose effect is large enough for fp32 and small enough to be linear.
+    # Choose a step that changes the loss enough to measure in fp32, and so little that the change is linear.
     rate = min(1e-2, 1e-3 * scale / norm**2)
     trainer = started(subject)
     before = weights_of(trainer)

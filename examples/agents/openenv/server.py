@@ -29,7 +29,7 @@ class Question(Observation):
 
 
 class Backward(Environment):
-    """An environment: spell one word backward in two attempts; each earns half of its share of right letters."""
+    """An environment: spell one word backward in two attempts. An attempt earns half of its share of right letters."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

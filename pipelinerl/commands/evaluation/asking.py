@@ -6,7 +6,8 @@
 | a verdict | the verifier's deadline | the verifier |
 
 Guarantees: answers do not depend on the concurrency. Failed problems are counted. If the first `MOST_FAILURES` problems
-all fail, the evaluation stops with the last reason. A signal stops it at once, including requests in flight.
+all fail, the evaluation stops with the last reason. A signal stops the evaluation immediately, including requests in
+flight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, PromptOrder, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
-#: After this many failures without any answer, the respondent is assumed to be broken.
+#: If this many problems failed and none was answered, the respondent is assumed to be broken.
 MOST_FAILURES: Final = 8
 #: Exit status after a keyboard interrupt, as in shells.
 INTERRUPTED: Final = 128 + signal.SIGINT
@@ -55,7 +56,10 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every order for a prompt; call `on_answer` for each (None if it failed); raise `UserError` if all failed."""
+    """Send every order for a prompt to the respondent, and call `on_answer` with each order and its answer.
+
+    The answer is None if the order failed. Raises `UserError` if all orders failed.
+    """
     waiting, failures, answered = iter(orders), list[str](), 0
 
     async def work() -> None:
@@ -76,7 +80,7 @@ async def ask(
         async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
-    # Not `except*`: before Python 3.11.4, an error raised inside it is wrapped in a group.
+    # Do not use `except*` here: before Python 3.11.4, it wraps the errors raised inside it in a group.
     except ExceptionGroup as several:
         refusals, others = several.split(UserError)
         if refusals is None or others is not None:
@@ -87,7 +91,10 @@ async def ask(
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
-    """Summarize the samples of one problem in an actor's format; `lengths` is empty if any length is unknown."""
+    """Summarize the samples of one problem in the format that actors report.
+
+    The field `lengths` is empty if the length of any sample is unknown.
+    """
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     outcomes = [verdict.outcome for verdict in verdicts]
     return EvaluationDone(
@@ -124,14 +131,14 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:  # asyncio's loop, because uvloop forks to start verifiers, which is unsafe with the JAX engine
+    try:  # use asyncio's event loop: uvloop forks to start verifiers, which is unsafe with the JAX engine
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
 
 
 def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
-    """Return the number of problems to keep in flight: an actor's number, limited by the size of the engine's queue."""
+    """Return the number of problems to keep in flight: as many as an actor would, limited by the engine's queue."""
     samples = max((order.sampling.num_samples for order in orders), default=1)
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 

@@ -69,7 +69,9 @@ class EvaluationReport:
 def evaluate(
     target: Target, config: RunConfig, *, token: str | None, model: str, console: Console, out: Path | None = None
 ) -> EvaluationReport:
-    """Evaluate the target; progress goes to `console`. With `out`, skip problems with a result there, and add results.
+    """Evaluate the target; progress goes to `console`.
+
+    If the file `out` is given, problems that have a result in this file are skipped, and new results are added to it.
 
     Raises:
         UserError: no problem was answered, or the file `out` holds results of other settings.
@@ -101,7 +103,7 @@ def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
 
 
 def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
-    """Return the recipe with only the named evaluation set (default the first), updated by `given`.
+    """Return the recipe with only the named evaluation set (by default the first), updated by the settings `given`.
 
     Raises:
         RecipeError: there is no such set, or the changes are invalid.

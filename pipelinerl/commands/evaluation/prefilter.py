@@ -38,7 +38,7 @@ _REPETITIONS: Final = 100
 
 
 class PassRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one problem: the number of judged samples, and of correct ones."""
+    """Result of one problem: the number of samples with a verdict, and the number of correct samples."""
 
     problem_id: str
     judged: int
@@ -46,7 +46,7 @@ class PassRate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float:
-        """The share of correct samples; 0 if none was judged."""
+        """The share of correct samples; 0 if no sample has a verdict."""
         return self.correct / self.judged if self.judged else 0.0
 
 
@@ -70,13 +70,13 @@ class Band:
         return band
 
     def keeps(self, rate: PassRate) -> bool:
-        """Return True if the problem belongs in the data set; a problem without judged samples does not."""
+        """Return True if the problem belongs in the data set; a problem without any verdict does not."""
         return rate.judged > 0 and self.low <= rate.value <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts those sent in this call."""
+    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts the problems of this call."""
 
     problems: int
     asked: int

@@ -132,8 +132,8 @@ async def respondent(
 ) -> AsyncIterator[Respondent]:
     """Yield a respondent for the target until the block ends; raise `UserError` if nothing can answer.
 
-    The recipe's `engine` section describes the engine for a model directory. `token` and `model` (by default the first)
-    are for the server at a URL.
+    The recipe's `engine` section describes the engine for a model directory. `token` and `model` (by default the
+    server's first model) are for the server at a URL.
     """
     if target.model is not None:
         async with _made_here(_with_model(config, target.model)) as engine:

@@ -65,7 +65,6 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield findings on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
-    # Do not inspect this machine's GPU: the run may use another machine.
     if config.trainer.type != "torch":
         return
     from pipelinerl.trainers.torch.options import attention_of
@@ -83,7 +82,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     facts = AttentionFacts(
         device="cuda" if is_cuda else "cpu",
         precision=config.trainer.precision,
-        capability=None,
+        capability=None,  # do not inspect this machine's GPU: the run may use another machine
         has_kernel=True,
         widths=HeadShapes.of(text_config(config.model.resolved)).widths,
     )

@@ -180,7 +180,7 @@ class RunFollower:
         self._thread.start()
 
     def change(self, name: str, value: str) -> None:
-        """Queue a change of a knob; `result` is set when the controller has answered."""
+        """Queue a change of a knob; the follower's `result` is set when the controller has answered."""
         self._wanted.put((name, value))
 
     def close(self, *, timeout_s: float = 1.0) -> None:

@@ -204,7 +204,8 @@ def _link_in(query: bytes) -> tuple[str, str]:
 def _welcome(scope: Scope, cookie: str, value: str) -> Response:
     there = Response(status_code=303, headers={"location": "/"})
     if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-        # After a click on another site, browsers send no strict cookie in a redirect, but they send it after a reload.
+        # The user clicked the link on another site: browsers then send no strict cookie when they follow a redirect.
+        # They do send it after a reload, so answer with a page that reloads itself.
         there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
     there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
     return there

@@ -183,7 +183,10 @@ def _steps(
     since: int | None = None,
     marked: int = 0,
 ) -> dict[str, Any]:
-    """Return the metrics of the steps after step `since`, and the chart marks except the first `marked` ones."""
+    """Return the metrics of the steps after step `since`, and the marks in charts (such as knob changes).
+
+    The first `marked` marks are left out, because the page already has them.
+    """
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)

@@ -46,7 +46,7 @@ from pipelinerl.observability.status import RunStatus
 from pipelinerl.staleness import PRESETS
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
-#: Maximum number of pages that may listen at the same time.
+#: Maximum number of open pages that may listen to the event stream at the same time.
 SEATS: Final = 32
 #: Seconds without an event after which an SSE comment is sent, because proxies close silent connections.
 _SILENCE_S: Final = 15.0
@@ -62,7 +62,7 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
     seats = asyncio.BoundedSemaphore(SEATS)
 
     async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
-        pages.of(number)  # answers 404 for an unknown run, which is impossible once the response has begun
+        pages.of(number)  # reject an unknown run now: once a response has begun, it cannot become a 404
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:
@@ -184,8 +184,8 @@ def _file(name: str) -> Response:
 
 # --- routes that change a run -----------------------------------------------------------------------------------------
 #
-# The routes are `/api/knobs`, `/api/engines` and `/api/stop`. Without a controller, they refuse changes and show the
-# state in the event log.
+# The routes `/api/knobs`, `/api/engines` and `/api/stop` pass changes to the run's controller. If no controller
+# answers, they refuse changes and show the state from the event log.
 
 _EFFECTIVE: Final = "at the next step boundary"
 

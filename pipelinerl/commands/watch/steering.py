@@ -1,7 +1,7 @@
 """`Steering`: the page's connection to the controller of a live run. Without a controller, the page only shows the run.
 
 Changes use the controller's API with the run's token and the operator's name, like `pipelinerl knobs` and `engines`.
-Before a change is sent, the controller's own rules are applied here, so that refusals show at once.
+Before a change is sent, the controller's own rules are applied here, so that the page shows a refusal immediately.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Steering:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def status(self, *, max_age_s: float = _STATUS_S) -> RunStatus | None:
-        """Return the controller's status, at most `max_age_s` old; None if it does not answer."""
+        """Return the controller's status, at most `max_age_s` seconds old; None if the controller does not answer."""
         with self._lock:
             if time.monotonic() - self._requested_at >= max_age_s:
                 self._status = self._request_status()
@@ -153,7 +153,7 @@ class Steering:
         self._changing(lambda controller: controller.drain_engine(engine, grace_s=grace_s))
 
     def remove(self, engine: str) -> None:
-        """Remove the engine at once."""
+        """Remove the engine immediately, without waiting for its running requests."""
         self._changing(lambda controller: controller.remove_engine(engine))
 
     def stop(self, *, suspend: bool) -> None:

@@ -47,7 +47,10 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event of the feed: its id (`place`), the bytes sent to each listener, and the step if the event is one."""
+    """One event of the feed: its id (`place`) and the bytes sent to each listener.
+
+    `step` is the step that the event reports; None if it reports something else.
+    """
 
     place: str
     frame: bytes
@@ -66,7 +69,7 @@ class Feed:
 
     def __init__(self, run: int) -> None:
         self._run = run
-        # Part of each place, so that places from before a restart of the server are recognised.
+        # A part of each event's id, so that ids from before a restart of the server are recognised as outdated.
         self._life = f"{time.time_ns():x}"
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
         # Reentrant, because garbage collection may close a listener while a method holds the lock.
@@ -227,7 +230,7 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """Derive the run's state from its log and whether its controller `answers`; notify listeners of changes."""
+        """Derive the run's state from its log and from whether its controller answers; tell listeners if it changed."""
         with self.lock:
             state = self.view.state or ("live" if answers else self._silent_state())
             if state != self.state:

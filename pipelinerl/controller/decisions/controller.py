@@ -171,7 +171,10 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report, return its effects. Ignore trainers of earlier epochs; answer a repeated report again."""
+        """Process a report and return its effects.
+
+        Reports of earlier trainers (of a lower epoch) are ignored; a repeated report gets its answer again.
+        """
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -216,7 +219,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and send them to the trainer. Raises RecipeError, changing nothing, for an unusable value."""
+        """Change knobs and send them to the trainer. If a value is unusable, change nothing and raise RecipeError."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -265,7 +268,10 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue only orders whose groups can still be fresh at their earliest step, so few are dropped (RLAX §3.1)."""
+        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train on them.
+
+        Few groups are therefore dropped as stale (RLAX §3.1).
+        """
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -302,7 +308,7 @@ class Controller:
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
-        """Return the problem of prompt order `index`: the next problem of the mixture that is not resting as solved."""
+        """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
@@ -392,7 +398,7 @@ class Controller:
         return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue all prompt orders, as lost, if the trainer waits for rollouts and no actor works on any order."""
+        """If the trainer waits for rollouts and no actor works on any order, treat the orders as lost: reissue them."""
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
@@ -447,7 +453,7 @@ class Controller:
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            # The last evaluation cannot begin without an engine or without problems.
+            # No last evaluation has begun, because no engine is left or there are no held-out problems.
             return effects + finish(self.state, self.settings)
         return effects
 
@@ -472,7 +478,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer, with the current knobs. The trainer still awaits it, so it makes no other publication."""
+        """Resend an answer, with the current knobs; the only publication still ordered is the one in this answer."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
@@ -520,7 +526,9 @@ def handed_over(report: GroupHandedOver) -> Record:
 
 
 def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return the event of a report on a checkpoint; of repeated reports on one delay, only the first gets an event."""
+    """Return the event of a report on a checkpoint. If reports repeat that a checkpoint is delayed, only the first
+    of them gets an event.
+    """
     version = report.model_version
     if isinstance(report, Checkpointed):
         state.trainer.unsaved = ""

@@ -100,7 +100,7 @@ def directive(
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return an earlier answer with the current knobs and account, so it does not undo directives sent after it."""
+    """Return an earlier answer with the current knobs and account, so resending it does not undo newer directives."""
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,
@@ -113,7 +113,7 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (first order, last step that may train this and later orders); empty if there is no such limit."""
+    """Return pairs (order index, last step that may train on this order and later ones); empty without a limit."""
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []
     return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

@@ -1,7 +1,7 @@
 """Automatic scaling: pure rules that decide how many engines a run needs, and request or drain engines accordingly.
 
     engines busy, and either the trainer waits  scale up: request one, of the first type below its maximum
-      or groups arrive too late to train
+      or groups arrive too late
     trainer hardly waits, groups are in time,   scale down: drain the newest engine of the last type above its minimum
       and one engine fewer could do the work
     below `engines_min` or above `engines_max`  immediate change, regardless of load: an operator has changed a knob
@@ -58,7 +58,10 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Add the change that this interval suggests to `memory`; return the change to make now, if intervals agree."""
+    """Add the change that this interval suggests to `memory`, and return the change to make now.
+
+    It is `Want.SAME`, for no change, until `patience` intervals in a row have suggested the same change.
+    """
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value

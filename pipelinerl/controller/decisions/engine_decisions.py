@@ -150,7 +150,10 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record failed updates and canary checks. A permanent failure expels; a `blameless` engine's does not count."""
+    """Record engines that failed an update or the canary check; a permanent failure expels the engine.
+
+    A failure of a `blameless` engine (base URL) was caused by other engines and is not counted against it.
+    """
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
@@ -178,7 +181,7 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that the engine at `url` replaces, unless this was done: `url` passes the canary repeatedly."""
+    """Drain the engine that the engine at `url` replaces; do so only once, although `url` passes the canary often."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:

@@ -1,8 +1,8 @@
 """`Evaluator`: pure rules for when held-out problems are evaluated, with which weights, and when an evaluation ends.
 
-    due ──weights of that version, or newer, are served──▶ running ──all problems ended, or gave up──▶ a result
-     ▲                                                        │
-     └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
+    due ──weights of the due version or newer are served──▶ running ──all problems ended, or gave up──▶ a result
+     ▲                                                         │
+     └── pin broken: the engine was lost or updated ───────────┘   at most `restarts` times
 
 Training continues during an evaluation, which is pinned to one version of the weights. With pin mode `engine`, one
 engine keeps its weights and answers, while the other engines continue to be updated; this engine's share of the actors'
@@ -70,7 +70,7 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """Process the answer to question `index` (None: the question failed), and reissue the question if needed."""
+        """Process the answer to question `index` (None if the question failed); reissue the question if needed."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
@@ -107,15 +107,14 @@ class Evaluator:
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
-        # Once the run finishes, nothing more is published, so engines may answer with whatever weights they have.
+        # When the run is finishing, nothing more is published, so all engines may answer, even with older weights.
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
         pin, engine, version = self.plan.pin, "", state.version
         if pin in (Pin.AUTO, Pin.ENGINE):
-            several = (
-                len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # includes engines that have yet to pass the canary check
+            # Engines that have not passed the canary check yet are counted, too.
+            several = len({*loaded, *state.fleet.to_verify()}) > 1
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE

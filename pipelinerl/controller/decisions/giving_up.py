@@ -3,9 +3,10 @@
     cause                                                       detected
     every engine refuses permanently                            when the last engine has refused
     no engine is alive                                          after `engine_timeout_s`
-    a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth of timeouts
-    every engine permanently refuses every prompt               after a step's worth of groups, eight at least
-    every prompt is too long for the context                    after eight times the orders in flight
+    a domain's verifier, or the filter, always fails            after 20 errors in a row, or after as many timeouts in
+                                                                a row as a step has rollouts
+    every engine permanently refuses every prompt               after as many groups as a step has, but at least eight
+    every prompt is too long for the context                    after eight times as many as orders are in flight
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
 A process that refuses work reports whether its reason is permanent (`inference_contract.errors.Persistence`). Before
@@ -73,7 +74,10 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Count a group whose prompt was too long or permanently refused; a transient failure resets the refusals."""
+    """Count a failed group, by whether its prompt was too long or permanently refused.
+
+    A group that failed for a transient reason resets the count of refusals.
+    """
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason
@@ -101,7 +105,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # while FINISHING, the trainer's state is already saved, and the last evaluation has its own time limits
+        return  # no reason to give up: the state is saved already, and the last evaluation has time limits of its own
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -118,7 +122,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     """Yield a reason to end the run if no engine will ever serve: all have joined, and all are expelled permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # return early in the usual case: this check runs after each decision, even with a thousand engines
+        return  # for speed, handle the usual case first: this check runs after each decision
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -147,8 +151,8 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
     """Yield a reason to end the run if a domain's verifier, or the filter, keeps failing for all actors that use it."""
-    # Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in
-    # bursts, end it only after a step's worth of answers.
+    # The run ends after `_VERDICTS_THAT_END` errors in a row. Timeouts may be the fault of the answers and come in
+    # bursts, so they end the run only after as many answers as a step has.
     actors = list(state.live_actors(now))
     judges = {
         f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
@@ -186,7 +190,7 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for; add a delayed checkpoint, since training will have to wait for it."""
+    """Describe what the run waits for, and mention a delayed checkpoint, since training will have to wait for it."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 

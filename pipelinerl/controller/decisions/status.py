@@ -288,7 +288,7 @@ class EngineWatch:
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
-    """Return the share of busy slots (0 to 1) over `seconds`, from the engine's counters `before` and `after` them."""
+    """Return the share of busy slots (0 to 1) between two polls of an engine that are `seconds` apart."""
     steps = after.decode_steps_total - before.decode_steps_total
     if steps <= 0 or not after.slots:
         return 0.0

@@ -1,9 +1,10 @@
 """Review of each step: metrics by domain, alarms, and the end of a run whose groups have no learning signal.
 
 To the trainer's metrics of a domain, the controller adds the number of groups that actors gave up as stale, and the
-verifier's work since the previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which
-include timeouts. A domain of multi-turn episodes also has `episodes` and `environment_s`, the seconds per episode
-outside the model; a domain with tools also has `calls_parsed`, `calls_malformed` and `tool_errors`.
+verifier's work since the previous step: `verified` is the number of verified answers, `verifier_s` the seconds per
+answer, and `verifier_errors` the number of errors and timeouts. A domain of multi-turn episodes also has the number of
+`episodes` and `environment_s`, the seconds per episode spent outside the model. A domain with tools also has the counts
+`calls_parsed`, `calls_malformed` and `tool_errors`.
 """
 
 from __future__ import annotations
@@ -169,11 +170,12 @@ class Thresholds:
     """Thresholds of the alarms, for metrics averaged over the last `recent_steps` steps.
 
     Attributes:
-        entropy: share of the entropy of the run's first steps below which an alarm is raised, unless `right` or more of
-            the answers are correct.
-        length: multiple of the mean length in the `length_steps` before, above which an alarm is raised.
-        truncated, stale: share of a domain's rollouts or groups above which an alarm is raised.
-        enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
+        entropy: an alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
+        right: share of correct answers from which on low entropy raises no alarm.
+        length: an alarm is raised if the mean length exceeds this multiple of its mean over the earlier `length_steps`.
+        truncated: share of a domain's rollouts that are truncated, above which an alarm is raised.
+        stale: share of a domain's groups that are stale, above which an alarm is raised.
+        enough: a domain with fewer rollouts (or groups, for `stale`) than this raises no alarm.
         back: an alarm is cleared when its metric is better than the threshold by this share of the threshold.
     """
 
@@ -324,7 +326,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return the number of groups without signal in units of a step's groups, for the domain where this is least."""
+    """Return the number of groups without signal divided by the domain's groups per step; the least of all domains."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0

@@ -125,7 +125,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(changes)  # validate here, so that the error names the knob
+            service.controller.state.knobs.patched(changes)  # validates the changes; its errors name the wrong knob
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
@@ -152,7 +152,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(EngineTaken("waiting", wait_s))
-        try:  # check the engine before it joins: all other engines would wait for it in the process group
+        try:  # first check that the engine answers: otherwise all others would wait for it in the process group
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
         except TimeoutError:
@@ -228,7 +228,7 @@ def _answer(value: msgspec.Struct) -> Response:
 
 
 def _is_local(host: str) -> bool:
-    """Return True if the host means whichever machine uses it: `localhost`, a loopback or an unspecified address."""
+    """Return True if other machines cannot use the address: `localhost`, a loopback or an unspecified address."""
     try:
         address = ip_address(host)
     except ValueError:

@@ -37,7 +37,7 @@ _SNAPSHOT_EVERY: Final = 500
 
 
 class Decision(msgspec.Struct, frozen=True, tag=True):
-    """A journaled input, and the first stream ids that the effects of its decision use."""
+    """A journaled input, and the first entry ids that the decision's effects use in the streams."""
 
     given: AnyInput
     next_prompt: int
@@ -101,7 +101,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision durably, return its number. Raises FencedError if another controller used the number."""
+        """Journal a decision durably and return its number. Raises FencedError if another controller used it."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id
@@ -142,13 +142,16 @@ class Journal:
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Return True if an entry is written within `for_s` seconds, since a live controller journals heartbeats."""
+        """Wait up to `for_s` seconds for a new entry; return True if there is one, since its writer is then alive."""
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal and its contents, None if entries are missing. Raises UserError for an unknown layout."""
+        """Return the journal and its contents; return None if entries are missing or cannot be read.
+
+        Raises UserError if the journal has an unknown layout version.
+        """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
             _check_layout([entry.payload for entry in entries])

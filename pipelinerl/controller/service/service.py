@@ -111,7 +111,7 @@ class EngineProbe(Protocol):
     """Interface for requesting an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics. Raises ContractError if the engine refuses, PipelineError if unreachable."""
+        """Return the engine's metrics. Raises ContractError if it refuses, PipelineError if it is unreachable."""
         ...
 
 
@@ -154,7 +154,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # allows the launcher time for its first poll
+        self._launcher_at = clock()  # as if it had just polled, so it has time for its first poll
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
@@ -210,7 +210,9 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Decide on an input; return the effects. If a report makes this fail, restore the state, raise RecordError."""
+        """Decide on an input and return the effects. If a report causes an error, restore the state and raise
+        RecordError.
+        """
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
@@ -301,7 +303,8 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # the log may lack the run's last event
+        # The dead controller may have finished the run without writing the run's last event.
+        if self.controller.state.phase is RunPhase.FINISHED:
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -373,9 +376,9 @@ class ControllerService:
 
     async def _make_good(self) -> None:
         """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
-        # The snapshot comes last: a controller that dies before it leaves an incomplete journal, so its successor
-        # begins from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller
-        # that was replaced by another one is fenced by this snapshot.
+        # Write the snapshot last. If the controller dies before the snapshot, it leaves an incomplete journal, so its
+        # successor begins from the checkpoint. If the snapshot came first, the successor would not notice the loss.
+        # Writing the snapshot also stops a controller that another one has replaced.
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)

@@ -30,7 +30,7 @@ LEAST_MAJORITY: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAt:
-    """pass@k or maj@k: the mean over the problems with at least k judged samples, with its 95 % interval."""
+    """pass@k or maj@k: the mean over the problems with verdicts on at least k samples, with its 95 % interval."""
 
     k: int
     value: float
@@ -125,7 +125,7 @@ def _chances(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
-    """Return maj@k of each problem with k judged samples, in domains whose verifier extracts answers."""
+    """Return maj@k of each problem with verdicts on k samples or more, in domains whose verifier extracts answers."""
     answering = {each.domain for each in judged if any(each.answers)}
     chances = []
     for each in judged if k >= LEAST_MAJORITY else ():
@@ -164,8 +164,9 @@ class Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
-    `correct` = c of `samples` = n are correct. The estimate is unbiased for n ≥ k, and its product form neither
-    overflows nor cancels (Chen et al. 2021, Eq. 1, figure 3). Raises ValueError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
+    Of n = `samples` samples, c = `correct` are correct. The estimate is unbiased for n ≥ k. It is computed as a
+    product, which neither overflows nor loses digits (Chen et al. 2021, Eq. 1, figure 3). Raises ValueError unless
+    1 ≤ k ≤ n and 0 ≤ c ≤ n.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
         raise ValueError(f"expected 1 ≤ k ≤ n and 0 ≤ c ≤ n, got n = {samples}, c = {correct}, k = {k}")

@@ -56,7 +56,8 @@ class EvaluationPlan:
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
         hold_s: the longest time for which pin mode `gate` postpones updates.
-        grace_s: the longest time without a new answer. After either time, the evaluation ends with the answers so far.
+        grace_s: the longest time without a new answer. After `hold_s` or `grace_s`, the evaluation ends with the
+            answers so far.
         attempts: the most attempts per problem; failures and answers from other versions also count.
         restarts: how often an evaluation may restart because its pin was broken.
     """
@@ -98,16 +99,16 @@ class EvaluationDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Accuracy over the judged problems of a set with its 95 % interval, and the weights that were evaluated.
+    """Accuracy over the problems of a set that have verdicts, its 95 % interval, and the weights that were evaluated.
 
     Attributes:
         accuracy: mean over problems of the share of correct samples (pass@1). Accuracy and its interval are None if
-            no problem was judged.
+            no problem has a verdict.
         at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this value, because
             `accuracy` is biased towards quick answers when answers are missing.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
         one_version: True if the pin ensured that every token was sampled by `model_version`.
-        pin, engine: the pin mode, and the engine that answered alone, if one did.
+        pin, engine: the pin mode, and the engine that answered all questions; empty if several engines answered.
         steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
         by_domain, by_tag: the metrics of each domain, and of each of the tags with the most problems; tags have no
@@ -196,7 +197,10 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index` (None: it failed) unless it has one; return True to have it reissued."""
+        """Add the answer to problem `index` (None if it failed); return True if the problem must be issued again.
+
+        A second answer to the same problem is ignored.
+        """
         self.heard_at = now
         if index in self.answers:
             return False

@@ -104,14 +104,14 @@ class EngineRecord:
         loaded: the version last published to the engine in this epoch; −1 if none.
         refused: the version for which the engine last failed the canary check; the engine does not get this version
             again while other engines serve.
-        failed_updates, failed_checks: failures since the engine last passed the canary check. No answer to the check
+        failed_updates, failed_checks: failures since the engine last passed the canary check. An unanswered check
             counts as a failed update.
         unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
         expulsions: how often the engine was expelled for failures since it last passed the canary check.
         returns_at: when an expelled engine may join again; the wait begins at its first answer after the failure. 0
             before that answer.
         to_stop: True if an operator removed the engine, so the launcher may end its process.
-        refuses: True if the engine was expelled for a cause that only a new process can have fixed, not a retry.
+        refuses: True if the engine was expelled for a permanent cause: a retry is useless, a new process may help.
         pinned: True if the engine is excluded from publications and from regular work.
     """
 
@@ -209,7 +209,10 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new process at `url` must wait, as earlier ones died before the canary check."""
+        """Return the seconds that a new process at `url` must wait before it may join.
+
+        It must wait if the previous processes at this URL died before they passed the canary check.
+        """
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -257,7 +260,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Return True and readmit an expelled engine, if its rest, which began with its first offer, is over."""
+        """Readmit an expelled engine and return True if its rest is over; the rest begins with its first offer."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -340,7 +343,7 @@ class Fleet:
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Unpin the engine. It gets work immediately if it has the newest `version`, else after receiving that."""
+        """Unpin the engine: it gets work immediately if it has the newest `version`, else once it has received it."""
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -361,8 +364,9 @@ class Fleet:
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
-        While other engines serve, an engine that failed the canary check waits for another `version`. An unproven
-        engine waits longer after each failure, since each retry forces the other engines into a new process group.
+        While other engines serve, an engine that failed the canary check waits for another `version`. An engine that
+        never passed the check waits longer after each failure, since each retry forces the other engines into a new
+        process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
@@ -400,7 +404,7 @@ class Fleet:
     # --- going -----------------------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, now: float, by: float) -> bool:
-        """Give the engine no more work; its current work may run until `by`."""
+        """Give the engine no more work; its current work may run until the time `by`."""
         lifecycle = self._lifecycle(url)
         if lifecycle in (EngineLifecycle.DRAINING, EngineLifecycle.EXPELLED, None):
             return False

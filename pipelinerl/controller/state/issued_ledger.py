@@ -1,8 +1,8 @@
 """The controller's ledger: every issued prompt order is trained, filtered, stale, failed or in flight.
 
-The trainer's account is authoritative for the orders that it consumed, since it is part of the trainer's checkpoint; it
-holds a frontier, below which all orders have ended, and counts. The controller adds which orders it issued and which of
-them failed. `check` raises an error if issued and ended orders do not balance.
+The trainer's account is authoritative for the orders that the trainer consumed, since it is part of the trainer's
+checkpoint. The account holds counts, and a frontier: all orders below this index have ended. The ledger adds which
+orders the controller issued and which of these failed. `check` raises an error if more orders ended than were issued.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class IssuedLedger:
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
-        """Mark the orders of `indices` that are in flight for reissue, since their groups were lost; return them."""
+        """Mark the orders in flight among `indices` as lost, so that they are issued again; return these orders."""
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
@@ -179,7 +179,7 @@ PRIOR: Final = 8.0
 
 @final
 class FilteredShare(msgspec.Struct, kw_only=True):
-    """Decayed counts of orders that trained and of orders that were filtered."""
+    """Decayed counts of orders whose groups were trained, and of orders whose groups were filtered."""
 
     trained: float = 0.0
     filtered: float = 0.0
@@ -190,15 +190,16 @@ class FilteredShare(msgspec.Struct, kw_only=True):
         return self.filtered / (self.trained + self.filtered + PRIOR)
 
     def note_step(self, *, trained: int, filtered: int) -> None:
-        """Decay the counts, and add the numbers of orders that trained and were filtered in the newest step."""
+        """Decay the counts, and add the numbers of orders that were trained or filtered in the newest step."""
         kept = 0.5 ** ((trained + filtered) / HALF_LIFE)
         self.trained = self.trained * kept + trained
         self.filtered = self.filtered * kept + filtered
 
     def expected(self, orders: int, *, waiting: int, most: float) -> int:
-        """Return how many of `orders` orders are expected to train; `waiting` of them have passed the filter already.
+        """Return how many of `orders` orders are expected to be trained, and not filtered.
 
-        The estimate assumes that at most `most` orders are issued for each order that trains.
+        The groups of `waiting` of these orders have passed the filter already. The estimate assumes that at most `most`
+        orders are issued for each order that is trained.
         """
         passed = min(waiting, orders)
         return passed + int((orders - passed) * max(1.0 - self.share, 1.0 / most))

@@ -30,7 +30,7 @@ MOST_ENGINES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Settings that may change while the run is live. `group_sizes` and later fields are fixed, for validation."""
+    """Settings that may change while the run is live; `group_sizes` and the fields after it only serve validation."""
 
     j: int
     k: float

@@ -1,4 +1,4 @@
-"""`RunState`: everything the controller knows, as one value that can be stored and restored; `ControllerSettings`.
+"""`RunState`: everything the controller knows, as one value that can be stored and restored.
 
 The state is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues.
 A checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
@@ -38,11 +38,11 @@ class ElasticRule:
     Attributes:
         interval_s: length of a measurement interval. A change needs `patience` consecutive intervals that agree, and at
             least `settle_s` since the previous change.
-        waiting: share of its time above which a waiting trainer means too few engines, if these are busy.
-        content: share of its time below which a waiting trainer may mean too many engines.
+        waiting: if the trainer waits for more than this share of its time, and engines are busy, there are too few.
+        content: if the trainer waits for less than this share of its time, there may be too many engines.
         busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
-        stale: share of groups too old to train above which there are too few engines, if these are busy; above it, no
-            engine is removed.
+        stale: if more than this share of the groups is too old to be trained, there are too few engines if they are
+            busy, and no engine is removed.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -77,7 +77,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     """Time the trainer waited in `steps`, and in `stepped_s` the time it worked, since the last complete interval."""
     stepped_s: float = 0.0
     groups: float = 0.0
-    """Groups that arrived; `late` of them were too old to train."""
+    """Groups that arrived; `late` of them were too old to be trained."""
     late: float = 0.0
     steps: int = 0
     streak: int = 0
@@ -92,7 +92,10 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the interval's measurements and begin a new interval; None until it has ended and had a step."""
+        """Return the interval's measurements and begin a new interval.
+
+        Return None if the interval has not ended yet, or if no training step has ended in it.
+        """
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -239,7 +242,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """Why the run cannot continue, and symptoms that may lead to that; `giving_up.py` decides."""
+    """The reason why the run cannot continue, if any, and counts of failures from which `giving_up.py` derives it."""
 
     reason: str = ""
     """The reason for ending the run; empty while it continues."""
@@ -328,14 +331,17 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights when order `index` was first issued, so that a reissued order keeps its problem."""
+        """Return the domain weights that applied when order `index` was first issued.
+
+        With these weights, a reissued order gets the same problem again.
+        """
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """If the number of groups per step has changed, start a new quota window at the next unissued order."""
+        """If the number of groups per step has changed, begin quota blocks of the new size at the next new order."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
@@ -406,7 +412,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.resumed_account = dict(record["account"])
 
 
-#: Numbers of recent steps, and of entropies of the first steps, that are kept for the alarms.
+#: The alarms use the newest `WINDOW` steps, and the entropies of the run's first `FIRST_STEPS` steps.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
@@ -421,7 +427,7 @@ class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's metrics as used by alarms; None if not measured. `right` is the correct share of the judged rollouts."""
+    """A step's metrics as used by alarms; None if not measured. `right` is the share of correct rollouts."""
 
     step: int
     entropy: float | None = None
@@ -430,7 +436,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     domains: dict[str, DomainCounts] = {}
 
 
-#: The default limit on the number of orders issued for each order that is expected to train.
+#: The default limit on the number of orders issued for each order that is expected to be trained, and not filtered.
 OVERSAMPLED: Final = 3.0
 
 

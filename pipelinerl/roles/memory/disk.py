@@ -69,7 +69,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """Yield an error if the run does not fit on its disk; it names the keys to change and values that fit.
+    """If the run does not fit on its disk, yield an error that names the keys to change, and values that fit.
 
     Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
     """
@@ -98,7 +98,7 @@ def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path
 #: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Engine types that cast weights to `engine.dtype`, so that `auto` can be replaced.
+#: Engine types that cast weights to `engine.dtype`; for these, float32 replaces `engine.dtype = "auto"` on a CPU.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 

@@ -134,7 +134,7 @@ class MemoryPrediction:
 
 
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
-    """Predict the memory of a recipe that `check` has accepted; raise `ModelError` if its sizes are unreadable."""
+    """Predict the memory of a recipe that `check` has accepted; raise `ModelError` if the model has unknown sizes."""
     path = config.model.resolved
     if model_type(path) == bigram.MODEL_TYPE:
         return MemoryPrediction(None, None, 0)

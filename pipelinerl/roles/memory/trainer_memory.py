@@ -5,9 +5,10 @@ everything that the forward pass kept. Per token, a layer keeps the following nu
 Q, K and I are the widths of the queries, the keys and the MLP:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
-               4 I (5 I if it is not gated); training of RMS norms' weights 2 H, and 2 (Q + K) if heads have norms
-    in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
-               and its weight in bf16 until its backward pass
+               4 I (5 I if it is not gated). If the weights of RMS norms are trained, the norms keep another 2 H, and
+               norms of heads another 2 (Q + K).
+    in bf16    the same, but the residual stream and the norms' inputs stay in fp32; each linear layer keeps its input
+               once more, and a bf16 copy of its weight until its backward pass
 
 If engines round weights, forward and backward passes compute with a rounded copy of the weights: those of linear
 layers in bf16, which then need no casts, and the others in fp32.
@@ -32,7 +33,8 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Number of logits computed at once: the values of `numerics.torch_logprobs`, whose import would load torch.
+#: Number of logits in one piece of the computation, by device: copied from `numerics.torch_logprobs`, since importing
+#: that module would load torch.
 LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 #: Factor by which padding sequences to buckets of similar lengths increases what attention keeps.
 _PADDING: Final = 1.1
@@ -47,7 +49,8 @@ class TrainerMemory:
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
     same size is loaded as well; `references` counts frozen models; `moments` is the dtype of the optimizer's moments,
-    `place` where they are. A GPU (`on_gpu`) computes more logits at once.
+    and `place` says if the optimizer's state is on the device or the host. A GPU (`on_gpu`) computes more logits at
+    once than a CPU.
     """
 
     shape: ModelShape
@@ -142,7 +145,9 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of the model's weights; on a mesh, of the own shard, two gathered layers and the outer parameters."""
+        """Bytes of the model's weights; on a mesh, of this process's shard, two gathered layers and the parameters
+        outside of layers.
+        """
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -161,7 +166,10 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: all, or the own shard's plus those in transfer (a layer, the outer parameters)."""
+        """Bytes of gradients: of the whole model, or of this process's shard and the parameters being reduced.
+
+        At most one layer and the parameters outside of layers are reduced at a time.
+        """
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -179,15 +187,15 @@ class TrainerMemory:
 
     @property
     def _narrow(self) -> int:
-        """Number of parameters that passes read in bf16, because the copy that engines hold is in bf16."""
+        """Number of parameters that passes read in bf16, because they compute with the weights as engines hold them."""
         is_whole = self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
 
     @property
     def _served(self) -> int:
-        """Bytes of the weights rounded as in engines, with which passes compute; 0 if engines do not round.
+        """Bytes of the extra copy of the weights that exists if passes compute with the engines' rounded weights.
 
-        On a mesh the shards hold the rounded weights during the passes, and the copy keeps the shards' unrounded ones.
+        On a mesh, the shards hold the rounded weights during the passes, and the copy keeps the unrounded weights.
         """
         if self.rank or self.wire is WeightDType.FLOAT32:
             return 0
@@ -224,14 +232,15 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes that the output layer's pass needs, or a layer's backward pass if that needs more."""
+        """Bytes that the output layer's passes need, or a decoder layer's backward pass if that needs more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         most = LOGITS_AT_ONCE["cuda" if self.on_gpu else "cpu"]
         at_once, weight = min(whole, most), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
         if whole > most:
-            # The layer computes in pieces and sums the weight's gradient in fp32; bf16 needs twice the memory for it.
+            # The output layer computes in pieces and sums its weight's gradient in fp32; with bf16 weights, the
+            # gradient needs twice this memory.
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)
@@ -241,7 +250,10 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """Bytes to gather the largest parameter in the dtype that is sent; adapters are merged into it in fp32."""
+        """Bytes for gathering the largest parameter in the dtype in which weights are sent.
+
+        With LoRA, the adapters are merged into the parameter in fp32 first.
+        """
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

@@ -29,7 +29,7 @@ _COLUMNS: Final = (
 
 
 class NonFiniteStep(PipelineError):
-    """A step must be skipped, because `what` (a column, term or metric) is NaN or infinite in the orders `groups`."""
+    """A step must be skipped: `what` (a column, term or metric) is NaN or infinite in groups of the orders `groups`."""
 
     def __init__(self, what: str, groups: list[int]) -> None:
         super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")

@@ -141,7 +141,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        # An overflow is allowed here; `optimizer_step` rejects the gradient.
+        # Ignore an overflow here: `optimizer_step` rejects a gradient that is not finite.
         with np.errstate(invalid="ignore", over="ignore"):
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
@@ -158,7 +158,7 @@ class BigramTrainer:
         return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Apply AdamW (Loshchilov and Hutter 2019, Algorithm 2) to the clipped gradient."""
+        """Clip the gradient, then take a step of AdamW (Loshchilov and Hutter 2019, Algorithm 2)."""
         worker, spec = self._worker, self._worker.spec
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")

@@ -43,11 +43,11 @@ class PackedAttention(StrEnum):
 
     @property
     def least_columns(self) -> int:
-        """The minimum length of a row in tokens; longer rows have a power of two."""
+        """The minimum length of a row in tokens; the lengths of longer rows are powers of two."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """Return the `attend` argument of `hidden_states` for sharded rows [R, C] with these segment ids."""
+        """Return an attention function (`attend` of `hidden_states`) for sharded rows [R, C] with these segment ids."""
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 
@@ -104,7 +104,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] has each token's index in [R · C]."""
+    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] maps tokens to the R · C cells."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]

@@ -47,8 +47,8 @@ from trainer_contract.errors import RankError, SpecError, StateError, TrainerErr
 T = TypeVar("T")
 #: Source of the numbers that identify this process's trainers in commands.
 TRAINER_NUMBERS: Final = itertools.count(1)
-#: A collective fails as soon as a rank is gone, but its error does not name the rank. Wait this long for the thread
-#: that reads from that rank and raises an error with its name.
+#: Seconds that a failed collective waits for a clearer error. The collective fails as soon as a rank is gone, but only
+#: the thread that reads from this rank raises an error with the rank's name.
 _NAMING_S: Final = 2.0
 #: Longest time in seconds from the loss of a rank to the end of this process, even if a collective blocks JAX's cleanup
 #: forever.
@@ -80,7 +80,7 @@ class _Pending:
 
     @property
     def has_failed(self) -> bool:
-        """True if rank 0's part failed with a fatal error, which is any but TrainerError (ranks survive that one)."""
+        """True if rank 0's part failed with an error other than TrainerError, after which ranks cannot continue."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
@@ -142,7 +142,7 @@ class Ranks:
             try:
                 for rank, channel in self._channels.items():
                     channel.send(encode(Numbered(number, lane, commands[rank])))
-            except RankError as error:  # the thread that reads from that rank reports the reason
+            except RankError as error:  # the thread that reads from this rank reports why it was lost
                 pending.result.set_exception(error)
             else:
                 self._lanes[lane].put(pending)
@@ -169,7 +169,7 @@ class Ranks:
         self._left_for = reason
 
     def end(self) -> None:
-        """End the other ranks. After a call of `leave` they exit with an error, its `reason`, and are restarted."""
+        """End the other ranks. If `leave` was called before, they fail with its `reason`, and are restarted."""
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:

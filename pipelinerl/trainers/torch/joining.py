@@ -131,7 +131,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """Raise a SpecError or StateError of one process's block on all processes, so that none waits in vain."""
+    """If the block raises SpecError or StateError on one process, raise it on all, since the others would hang."""
     own: SpecError | StateError | None = None
     try:
         yield

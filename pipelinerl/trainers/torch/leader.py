@@ -174,7 +174,7 @@ class MeshLeader:
                     yield name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
-        """Save the state: each rank of the first copy writes its rows; with adapters, rank 0 writes everything."""
+        """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
             self._save_adapters(path, adapters)

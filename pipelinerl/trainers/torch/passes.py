@@ -43,7 +43,7 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`, on the whole group."""
+    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`, to the whole group."""
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),
@@ -109,7 +109,7 @@ def _choices(
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the experts [K, layers, top_k] of the computed tokens; the row after a token has its experts.
+    """Return the experts [K, layers, top_k] of the computed tokens; row t + 1 has those of token t.
 
     The outputs of padding and of a segment's last token are never read; for these, return the first experts.
     """
@@ -139,7 +139,7 @@ def require_finite(predictions: Float32) -> None:
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """Evaluate the objective on the tokens in the loss mask, which must not be empty; equal on the whole group."""
+    """Evaluate the objective on the tokens in the loss mask, at least one; the whole group gets the same result."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)

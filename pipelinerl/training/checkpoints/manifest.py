@@ -22,7 +22,7 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Number of bytes per block that is read and then hashed; a block stays in the CPU cache between the two.
+#: Number of bytes per block that is read and then hashed; small enough to stay in the CPU cache in between.
 _BLOCK_BYTES: Final = 2**18
 
 
@@ -178,7 +178,7 @@ class Retention:
         return sorted(set(versions))[-self.keep :]
 
     def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Return the versions to keep, given known accuracies by version; of equal accuracies the later is better."""
+        """Return the versions to keep, given known accuracies by version; of two equal accuracies, the later wins."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []

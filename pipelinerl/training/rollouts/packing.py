@@ -26,7 +26,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
+    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` numbers the loss that they have."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -279,7 +279,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     """Cut each segment after its last token in the mask `through` [T]; a causal model needs no later tokens."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
-    last[batch.segment_ids[where]] = where  # indices ascend, so each segment keeps its last one
+    last[batch.segment_ids[where]] = where  # indices ascend, so the last one written for a segment is its largest
     kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
     if kept.all():
         return Prefixes(batch, kept)

@@ -36,7 +36,10 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens. Raises SpecError."""
+        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens.
+
+        Raises SpecError if n does not divide the number of heads.
+        """
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
         if repeats > 1:
@@ -81,7 +84,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly; each `requested` [N] prediction is made where its tokens are."""
+        """Divide the computed tokens evenly; a `requested` [N] token is predicted where its predecessor is computed."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

@@ -1,4 +1,4 @@
-"""Tiny decoders built from scratch: random ones for tests and benchmarks, and a warm start for demonstrations.
+"""Tiny decoders built from scratch: random ones for tests and benchmarks, and warm starts by supervised training.
 
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
 same seed gives the same weights.

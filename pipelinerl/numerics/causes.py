@@ -5,7 +5,7 @@ differs from the sampler's:
 
     numerics    the trainer's version sampled the whole turn so far: only kernels and dtypes differ
     cache       the trainer's version sampled the token, but an older version wrote part of the KV cache
-                (an update in flight with `continue`)
+                (an in-flight update in the mode `continue`)
     staleness   an older version sampled the token
 
 Other tools call numerics and cache together "same version".

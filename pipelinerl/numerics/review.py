@@ -221,7 +221,7 @@ def _on_rounding(review: Review) -> Iterator[Advice]:
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
-    if _stands_still(review):  # rounding explains the gap; fixing the numerics would not close it
+    if _stands_still(review):  # rounding explains the mismatch, so advice on numerics would not help
         return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:

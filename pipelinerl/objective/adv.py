@@ -29,7 +29,7 @@ class Advantage(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns, computed by forward passes, that the estimator reads, such as `values`."""
+        """Names of the optional columns, computed by forward passes, that the estimator reads, such as `values`."""
         ...
 
     @property
@@ -459,7 +459,7 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
 
 
 def ends_of(lengths: Ints) -> Ints:
-    """Return the index, among all N sampled tokens, of each rollout's last one; rollouts without any are omitted."""
+    """Return the index, among all N sampled tokens, of each rollout's last token; empty rollouts are left out."""
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 

@@ -1,4 +1,4 @@
-"""Control of the KL coefficient: it rises while the policy's KL from the reference exceeds the target.
+"""Control of the KL coefficient β: it rises while the policy's KL from the reference exceeds the target.
 
 The rule is that of Ziegler et al. 2019, §2.2, which InstructGPT and ROLL (`kl_ctrl`) use:
 

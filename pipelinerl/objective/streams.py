@@ -1,4 +1,4 @@
-"""Streams: a batch whose tokens have different losses is divided into one stream per loss, and losses are summed.
+"""Streams: a batch whose tokens have different losses is divided into one stream per loss; the losses are added up.
 
     loss = Σ_s loss_s(tokens of stream s)
 

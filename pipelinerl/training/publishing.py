@@ -191,8 +191,8 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
+        # Keep later reports, since later trainers read them.
         await self._stream.trim(TAKEN, before=before)
-            # Keep later reports, since later trainers read them.
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:

@@ -92,8 +92,10 @@ class TrainStep:
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Keep a copy of the weights before their publication, if later passes need it; `acceptance` bounds
-        staleness."""
+        """Keep a copy of the weights before they are published, if later passes need it.
+
+        `acceptance` is the staleness bound k.
+        """
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 

@@ -174,7 +174,10 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the server, opened by the first vote. Votes that wait meanwhile share a failure; later votes retry."""
+        """Return the server, which the first vote opens.
+
+        If that fails, votes that wait for it fail too; later ones retry.
+        """
         if self._server is not None:
             return self._server
         if self._opening is None:

@@ -134,7 +134,8 @@ class WorkerPool:
             return answer
         except TimeoutError:
             raise Overran(turn.cpu_s()) from None
-        finally:  # kill a worker that still has the question, or whose priority was lowered
+        finally:
+            # Kill a worker that still has the question, or whose priority was lowered.
             turn.end()
 
     async def start(self) -> None:

@@ -337,8 +337,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """If the block fails after a later epoch claimed the directory (and perhaps removed files), raise
-        FencedError."""
+        """If the block fails after a later epoch claimed the directory (perhaps removing files), raise FencedError."""
         self.check(epoch)
         try:
             yield

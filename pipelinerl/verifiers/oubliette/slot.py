@@ -335,7 +335,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # most requests repeat, and building one takes many system calls
+@lru_cache(maxsize=64)  # cached, since most requests repeat and building one takes many system calls
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:

@@ -100,7 +100,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner, which the first call opens. Calls that wait while it is being opened share a failure."""
+        """Return the runner, which the first call opens. If that fails, calls that wait for it fail too."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:

@@ -72,7 +72,8 @@ def main() -> None:
     gc.collect()
     isolation.give_back_memory()
     gc.freeze()
-    gc.disable()  # a collection would write to pages, which would then be copied for a run; runs enable it again
+    # Garbage collection here would write to pages, which would then be copied for a run. Runs enable it again.
+    gc.disable()
     control.send(b"ready")
     known, request = b"", None
     while True:
@@ -81,7 +82,8 @@ def main() -> None:
             return
         if packet == _KILL:
             continue  # the run had already ended by itself
-        if packet != known or request is None:  # most requests equal the previous one, and need no parsing
+        if packet != known or request is None:
+            # Most requests equal the previous one, which need not be parsed again.
             known, request = packet, program.RunRequest(json.loads(packet), around)
         answer = _run(control, around, watch, request, files)
         if answer is None:

@@ -352,7 +352,7 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     if values.is_floating_point() and values.element_size() in integers:
-        words = values.detach().view(integers[values.element_size()])  # as integers, since NumPy has no bfloat16
+        words = values.detach().view(integers[values.element_size()])  # integers, since NumPy has no bfloat16
         refuse_not_finite(path, name, words.numpy(), str(values.dtype).removeprefix("torch."))
 
 

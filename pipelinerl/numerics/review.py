@@ -16,7 +16,7 @@ from typing import Any, Final
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: The figures reported for each cause, with their labels, in display order.
+#: The statistics reported for each cause, with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
     "mean": "mean |Δ log-prob|",
     "p50": "P50 |Δ log-prob|",

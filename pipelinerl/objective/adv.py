@@ -222,7 +222,7 @@ class Decoupled:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same advantage for every token: 1 imitates; 0 leaves only the regularizer's gradient (distillation)."""
+    """The same advantage for every token: 1 for imitation, 0 for distillation by the regularizer's gradient alone."""
 
     value: float = 1.0
 

@@ -126,7 +126,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Fit an actor's seconds per rollout, half of them before sampling, so that steps take as long as in the run."""
+    """Fit an actor's seconds per rollout, half of them before sampling, so that simulated steps take as long."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)

@@ -111,7 +111,7 @@ class EngineNews(NamedTuple):
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine; `decode_steps` counts its steps so far, and `row_steps` the sum of their rows."""
+    """One engine; `decode_steps` counts its steps so far, and `row_steps` is the sum of the rows in these steps."""
 
     times: EngineTimes
     slots: int

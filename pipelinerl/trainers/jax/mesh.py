@@ -44,7 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices; with several processes it must cover all. Raises SpecError otherwise."""
+    """Build a mesh over the first devices. With several processes it must use every device, else raise SpecError."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(

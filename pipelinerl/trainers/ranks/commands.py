@@ -44,7 +44,7 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `init_worker` of trainer number `trainer`; a process may hold several (policy, reference)."""
+    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, such as a reference."""
 
     trainer: int
     spec: dict[str, Any]
@@ -100,7 +100,10 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Command: gather `count` parameters from position `place` on; ranks on rank 0's host write them to its `into`."""
+    """Command: gather `count` parameters from position `place` on.
+
+    Ranks on rank 0's host write them into rank 0's shared memory, `into`.
+    """
 
     trainer: int
     place: int

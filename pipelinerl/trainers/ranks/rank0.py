@@ -292,7 +292,8 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
         )
     if _led is None:
         ranks = Ranks(gather_ranks(distributed, join), timeout_s=distributed.timeout_s)
-        atexit.register(ranks.end)  # exit hooks run in reverse order, so this one runs before the array library's
+        # Exit hooks run in reverse order of registration, so this one runs before the array library's.
+        atexit.register(ranks.end)
         _led = (distributed, ranks)
     if _led[0] != distributed:
         raise SpecError("options.distributed must be the same for every trainer of a process; use the same recipe")

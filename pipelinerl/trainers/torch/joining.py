@@ -66,7 +66,10 @@ def world() -> TorchWorld:
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes through torch's rendezvous at `port` of the coordinator's host. Raises SpecError."""
+    """Join the other processes by torch's rendezvous at `port` of the coordinator's host.
+
+    Raises SpecError on failure.
+    """
     global _world
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")

@@ -82,7 +82,7 @@ class LoadedModel(NamedTuple):
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Load the model onto the device and check that it supports packing; return masters on the host by name.
+        """Load the model onto the device and check that it supports packing; return the host's fp32 masters by name.
 
         With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
         host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.

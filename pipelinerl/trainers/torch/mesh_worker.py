@@ -299,7 +299,7 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory; only the first copy writes."""
+        """Write this rank's rows of weights and moments into a state's directory; only the first replica does so."""
         if self.rank >= self.mesh.shards:
             return
         tensors: dict[str, Tensor] = {}

@@ -43,7 +43,10 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`, to the whole group."""
+    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`.
+
+    If processes share the micro-batch, each of them gets the whole result.
+    """
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),

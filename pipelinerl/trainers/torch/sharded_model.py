@@ -153,7 +153,7 @@ class ShardedModel:
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Within the block, provide this process's rows of the weights after the last optimizer step, to any thread."""
+        """Within the block, provide this process's rows of the weights after the last optimizer step. Thread-safe."""
         with self._reading:
             yield self._lasting
 

@@ -78,8 +78,8 @@ class TorchWorker:
     base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
-    #: Probe of the rounding to the engines' dtype. None if weights are sent in fp32, and for adapters, whose merged
-    #: weights exist only while they are sent.
+    #: Probe that measures the effect of rounding to the engines' dtype. None if weights are sent in fp32, and None for
+    #: adapters, because their merged weights exist only while they are sent.
     probe: UpdateProbe | None = None
 
     @classmethod

@@ -109,7 +109,7 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the orders, sorted, of groups with a segment in micro-batch `number` (only `segments`, if given)."""
+        """Return the sorted orders of the groups with a segment in micro-batch `number`, or among its `segments`."""
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 

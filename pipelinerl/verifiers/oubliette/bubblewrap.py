@@ -18,7 +18,8 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Environment variable that resolves the interpreter's symbols at its start; else each run would resolve them again.
+#: Environment variable that resolves the interpreter's symbols at its start; otherwise each run would resolve them
+#: again.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; some may be symbolic links.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")

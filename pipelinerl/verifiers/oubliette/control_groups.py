@@ -179,7 +179,7 @@ class ControlGroup:
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """Open the file with the group's processor time: nanoseconds, or in version 2 `usage_usec` microseconds."""
+        """Open the file with the group's processor time, in nanoseconds (version 2: `usage_usec`, in microseconds)."""
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -53,7 +53,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """An output to judge, with the checker and its other inputs."""
+    """Request to judge a program's output: the output, the checker, and the checker's other inputs."""
 
     checker: Checker | CustomChecker
     tolerance: float

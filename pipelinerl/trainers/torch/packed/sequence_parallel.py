@@ -69,7 +69,8 @@ class SequencePart(NamedTuple):
     """The part of a micro-batch that one process computes.
 
     Attributes:
-        distinct: the computed tokens. A segment that is never read pads their number to a multiple of n.
+        distinct: the computed tokens. Tokens of a dummy segment, which are never read, pad their number to a multiple
+            of n.
         position_ids: i32 [T + padding].
         own: this process's share of the computed tokens.
         readers: for each process, the indices of the requested predictions that it computes.

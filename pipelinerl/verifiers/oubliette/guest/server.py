@@ -81,7 +81,7 @@ def main() -> None:
         if not packet:
             return
         if packet == _KILL:
-            continue  # the run had already ended by itself
+            continue  # the run to kill has already ended by itself
         if packet != known or request is None:
             # Most requests equal the previous one, which need not be parsed again.
             known, request = packet, program.RunRequest(json.loads(packet), around)

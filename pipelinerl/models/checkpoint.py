@@ -335,7 +335,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
 
 
 def _refuse_more_layers_than_stored(path: Path) -> None:
-    """Raise ModelError if config.json names more layers than the files have tensors, before building such a model."""
+    """Raise ModelError, before the model is built, if config.json names more layers than the files have tensors."""
     text = text_config(path)
     layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
     stored = sum(len(stored_tensors(file)) for file in weight_files(path))

@@ -504,7 +504,7 @@ class ConversationTail:
 
 
 def _with_mark(answer: Turn, mark: str) -> Turn:
-    """Return the answer with its content and its calls' arguments replaced by the mark; templates may omit either."""
+    """Return the answer with the mark as its content and in its calls' arguments, since templates may omit either."""
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):

@@ -353,7 +353,7 @@ class DomainWarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainProgress:
-    """Results of one check: by domain, reward of samples and number of demonstrations; mean loss per token (nats)."""
+    """Results of a check: each domain's mean reward and number of demonstrations; the mean loss per token in nats."""
 
     step: int
     rewards: Mapping[str, float]

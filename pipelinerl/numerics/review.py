@@ -35,7 +35,7 @@ COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "ol
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One figure over the run; `median` is over all steps that report the figure."""
+    """One statistic of the mismatch over the run; `median` is over all steps that report the statistic."""
 
     start: float
     middle: float
@@ -47,7 +47,7 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """Summary of one cause: its mean share of a step's tokens, and the series of each figure by name."""
+    """Summary of one cause: its mean share of a step's tokens, and the series of each statistic by name."""
 
     cause: Cause
     share: float

@@ -1,8 +1,8 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
 Advantages that depend only on rewards are computed before packing, the others after the forward passes that they need.
-A rollout is judged if its verifier reached a verdict. The others are excluded from baselines and normalisation; their
-tokens have advantage 0.
+A rollout is judged if its verifier reached a verdict. Unjudged rollouts are excluded from baselines and normalisation;
+their tokens have advantage 0.
 
 In shapes, B is the number of rollouts in the batch, N the number of their sampled tokens, which are concatenated, and M
 the number of their turns.
@@ -148,10 +148,10 @@ class Metric(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class GroupFiltered:
-    """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
+    """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train.
 
-    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, where S are the `keep` judged rollouts of the
-    group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
+    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, and 0 for all other rollouts. S are the `keep`
+    judged rollouts of the group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
 
     keep: int = 8

@@ -59,7 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks data."""
+    """Estimate the first run's hardware, and contention from the other runs. Raises UserError if a run lacks data."""
     first, *others = runs
     measured = measure(first.events)
     hardware = Hardware(
@@ -126,7 +126,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Fit an actor's seconds per rollout, half of them before sampling, so that simulated steps take as long."""
+    """Fit an actor's seconds per rollout (half are before sampling) to make simulated steps as long as real ones."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -290,7 +290,8 @@ def _at(event: Mapping[str, Any]) -> float:
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     """Return the prediction with the median step time of several simulations, each as long as the run."""
-    # Simulations draw different answer lengths, on which the waits of a short run depend before a steady state.
+    # Before its steady state, a short run's waits depend on the answer lengths, which each simulation draws
+    # differently.
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

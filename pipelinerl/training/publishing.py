@@ -191,7 +191,7 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        # Keep later reports, since later trainers read them.
+        # Trim only reports of earlier updates, since later trainers read the others.
         await self._stream.trim(TAKEN, before=before)
         return answers
 

@@ -56,7 +56,7 @@ class RecordedStep:
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
     """Return for each order of a step the first copy of its group that fits the lineage.
 
-    Raises RecordError without one.
+    Raises RecordError if a group is missing.
     """
     chosen = []
     for index in recorded.orders:

@@ -272,7 +272,7 @@ def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[Sampled
 
 
 def limit_memory() -> None:
-    """Let the process allocate only `_MEMORY_BYTES` more; beyond that it gets a `MemoryError`."""
+    """Let the process allocate only `_MEMORY_BYTES` more; any further allocation raises `MemoryError`."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -325,7 +325,10 @@ class _Worker:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's if higher: only root may lower it."""
+        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's own if that is higher.
+
+        The value is never lowered, because only root may lower a nice value.
+        """
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)

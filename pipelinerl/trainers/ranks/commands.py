@@ -51,7 +51,7 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches; a rank with fewer than `rounds` adds passes over dummy ones."""
+    """Command: run `forward` on these micro-batches, then on dummies until the rank has made `rounds` passes."""
 
     trainer: int
     batches: list[Columns]

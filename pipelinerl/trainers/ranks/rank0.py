@@ -283,7 +283,7 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Wait until all other ranks have joined, and return the connections to them. Raises SpecError if they do not."""
+    """Wait until all other ranks have joined; return the connections to them. Raises SpecError if one does not join."""
     global _led
     if distributed.process != 0:
         raise SpecError(
@@ -301,6 +301,6 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
 
 
 def leave_undone() -> None:
-    """Record that this process ends before its work is done, so that its ranks exit with an error and are restarted."""
+    """Record that this process ends before its work is done: the other ranks then fail and are restarted."""
     if _led is not None:
         _led[1].leave("rank 0 has ended before its work was done; see its log")

@@ -122,7 +122,7 @@ class MeshLeader:
         )
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate gradients on all ranks; the last round's backward pass also sums them over the ranks."""
+        """Accumulate gradients on all ranks. The backward pass of the last round sums the gradients over the ranks."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
         encoded = encode_objective(objective)

@@ -209,7 +209,7 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class ReadableModel(NamedTuple):
-    """Either a model on the meta device with the reader of its parameters, or a loaded model with None."""
+    """Either a model on the meta device and the reader of its parameters, or a loaded model and None."""
 
     model: PreTrainedModel
     reader: WeightReader | None
@@ -234,7 +234,8 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 module.p = 0.0
             if hasattr(module, "jitter_noise"):  # Mixtral adds noise to its routers' inputs in train mode
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
-    model.train(gradient_checkpointing)  # checkpointing needs train mode; without it, eval mode disables dropout
+    # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
+    model.train(gradient_checkpointing)
     return ReadableModel(model, reader)
 
 

@@ -112,9 +112,10 @@ def _choices(
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the experts [K, layers, top_k] of the computed tokens; row t + 1 has those of token t.
+    """Return the experts [K, layers, top_k] of the computed tokens.
 
-    The outputs of padding and of a segment's last token are never read; for these, return the first experts.
+    In the batch's column, row t + 1 has the experts of token t. The outputs of padding and of a segment's last token
+    are never read; for these tokens, return the first experts.
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"

@@ -117,11 +117,11 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass. Only if `is_last`, it sums gradients over the processes."""
+        """Prepare a backward pass, which sums gradients over the processes only if `is_last`."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
-        """Free the weights that passes without gradient left gathered, since they would soon be outdated."""
+        """Free the weights that passes without gradient left gathered; the next step would make them outdated."""
         for part in self._parts():
             part.reshard()
 

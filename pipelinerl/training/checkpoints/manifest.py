@@ -117,7 +117,8 @@ class Manifest:
         state = asdict(self.state)
         for name in ("epochs", "solved", "baselines"):
             if not state[name]:
-                del state[name]  # so that manifests from before these fields existed keep their digest
+                # Leave out unset new fields, so that older manifests, which lack these fields, keep their digest.
+                del state[name]
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 

@@ -252,7 +252,7 @@ class _Watch:
         self.wall_s = 0.0
 
     def until_it_ends(self) -> Ending | None:
-        """Wait, and return the reason why the run must be ended, or None if it ended by itself."""
+        """Wait for the run's end; return the reason why the run must be killed, or None if it ended by itself."""
         limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
         handle = os.pidfd_open(self._process.pid)
         try:

@@ -124,7 +124,7 @@ class LocalRunner:
         return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile if the language needs it, without caching, since a program is judged once."""
+        """Compile a source if its language needs compiling. Nothing is cached, since a program is judged only once."""
         run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
         if run is None:
             return Program(language, source.encode("utf-8", "replace"))

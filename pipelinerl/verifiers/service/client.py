@@ -52,7 +52,7 @@ _MOST_REWARD: Final = 1e9
 
 
 class _ServiceFull(Exception):
-    """The service holds as many answers as it may; a later attempt may succeed."""
+    """The service holds its maximum number of answers; a later attempt may succeed."""
 
 
 class _CannotBeAsked(Exception):

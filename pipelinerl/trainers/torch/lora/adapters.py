@@ -232,7 +232,7 @@ class SharedBase:
     weights: dict[str, Tensor]
 
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add parameters on the device that are not shared yet; let all others use the shared values."""
+        """Share those parameters on the device that are not shared yet; make all others use the shared values."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 

@@ -149,7 +149,7 @@ class _Watch:
         self._poll.register(self._file, select.POLLIN)
 
     def until_it_ends(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
-        """Wait, and return the reason why the run must be ended, or "" if it ended by itself."""
+        """Wait for the run's end; return the reason why the run must be killed, or "" if it ended by itself."""
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:

@@ -343,7 +343,7 @@ class RemoteRunner:
 
 
 class _ServiceFull(Exception):
-    """The service holds as much work as it may; a later attempt may succeed."""
+    """The service holds its maximum number of work items; a later attempt may succeed."""
 
 
 _ERRORS: Final[dict[str, type[Exception]]] = {

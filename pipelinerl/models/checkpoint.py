@@ -302,7 +302,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
         )
 
-    transformers_logging.disable_progress_bar()  # the progress bar logs a line for each parameter
+    transformers_logging.disable_progress_bar()  # the progress bar would log a line for each parameter
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names one
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (

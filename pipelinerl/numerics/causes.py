@@ -77,7 +77,8 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
-#: A token whose probabilities by trainer and sampler differ by more is a contradiction (TIS note, figures 7 and 8).
+#: If a token's probabilities by trainer and sampler differ by more than this, that is a contradiction (TIS note,
+#: figures 7 and 8).
 CONTRADICTION: Final = 0.5
 #: Upper bounds of the buckets of tokens' ages in versions; the buckets are 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])

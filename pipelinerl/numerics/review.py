@@ -174,7 +174,8 @@ BEHIND: Final = 1.0
 ESS: Final = 0.5
 #: Largest accepted share of the tokens of one age that the objective clips or masks; above it, most are wasted.
 CUT: Final = 0.5
-#: A remedy in recipe syntax. The ablations of the TIS note (Yao et al. 2025) use the cap C = 2.
+#: Text of a remedy, in recipe syntax: truncated importance sampling with the cap C = 2, as in the ablations of the TIS
+#: note (Yao et al. 2025).
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'
@@ -221,7 +222,7 @@ def _on_rounding(review: Review) -> Iterator[Advice]:
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
-    if _stands_still(review):  # rounding explains the mismatch, so advice on numerics would not help
+    if _stands_still(review):  # if rounding explains the mismatch, advice on numerics would not help
         return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:

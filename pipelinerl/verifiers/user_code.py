@@ -276,7 +276,7 @@ def limit_memory() -> None:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return  # not Linux: this file does not exist
+        return  # the file exists only on Linux
     used = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 

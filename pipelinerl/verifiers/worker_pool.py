@@ -205,7 +205,7 @@ class WorkerPool:
     def _forget_the_ended(self) -> None:
         for forker in self._forkers:
             if forker.ended:
-                forker.kill()  # the process has ended, but our end of the connection is open
+                forker.kill()  # the process has ended, but this also closes our end of the connection
         self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
@@ -334,7 +334,8 @@ class _Worker:
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        if self._pid and not self._reader.at_eof():  # the id of an ended process may be reused
+        if self._pid and not self._reader.at_eof():
+            # Only while the process lives, since another process may reuse the id of an ended one.
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
         self._writer.close()

@@ -1,9 +1,9 @@
 """Attention within each segment of packed rows, by JAX's own kernel on TPUs and by masked matmuls elsewhere.
 
-    dense     the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time; scores
-              across segments are masked
-    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids: blocks of scores stay in on-chip
-              memory, forward and backward
+    dense     computes the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time, and
+              masks scores across segments
+    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids, which keeps blocks of scores in
+              on-chip memory, in forward and backward
 
 The kernel multiplies in bf16, so an fp32 trainer uses `dense`. It was tested in Pallas's TPU interpreter on a CPU,
 where outputs and gradients agree with `dense`; it has not been run on a TPU.

@@ -1,7 +1,7 @@
 """The loop of a rank above 0: hold its shards and execute rank 0's commands until rank 0 ends.
 
     who waits           for                                until         unblocked by
-    the main thread     rank 0's next message or beat      silence_s     rank 0
+    the main thread     rank 0's message or heartbeat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
 A lane is a queue of commands, which run in order on the lane's own thread. If rank 0 dies or hangs, this process ends

@@ -1,9 +1,9 @@
 """`Ranks`, rank 0's side of a multi-process trainer: it runs each verb (a method of the contract) on all ranks.
 
     who waits                     for                           until                    unblocked by
-    the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
+    the caller of a verb          rank 0's part, and answers    timeout_s                the ranks, or a rank's loss
     a lane's thread               the next command              the process ends         the callers
-    the reader of a rank          its next message or beat      silence_s                that rank
+    the reader of a rank          its message or heartbeat      silence_s                that rank
 
 When a verb begins, its command is sent to all ranks, and the single thread of the command's lane executes rank 0's
 part. All devices thus run the same programs in the same order, whatever thread called the verb. A verb may begin before
@@ -223,7 +223,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # the rank at the other end is lost or ending
+            with suppress(RankError):  # fails if the rank at the other end is lost or ending
                 channel.send(encode(end))
             channel.close()
 

@@ -232,7 +232,8 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "jitter_noise"):  # Mixtral adds noise to its routers' inputs in train mode
+            if hasattr(module, "jitter_noise"):
+                # Mixtral adds noise to its routers' inputs in train mode; turn it off.
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
     model.train(gradient_checkpointing)

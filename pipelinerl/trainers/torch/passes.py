@@ -17,7 +17,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
-#: `PackedModel.forward`, or a wrapper such as a sharded model.
+#: Function with the arguments of `PackedModel.forward`: a model, or a wrapper such as a sharded model.
 Model = Callable[..., Any]
 
 

@@ -21,7 +21,7 @@ run is killed and this process ends.
 
 from __future__ import annotations
 
-import _socket  # the module `socket` is much larger, and each fork copies the page table
+import _socket  # not `socket`, which is much larger: each fork copies the page table
 import contextlib
 import gc
 import json
@@ -42,7 +42,7 @@ else:
     import isolation
     import program
 
-    # Programs may import their own modules named `program` and `isolation`.
+    # Forget these two modules, since programs may import modules of their own with the same names.
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 

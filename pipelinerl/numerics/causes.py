@@ -53,7 +53,10 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises `ValueError`."""
+    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement.
+
+    Raises `ValueError` if shapes differ.
+    """
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:

@@ -67,7 +67,10 @@ class Publishing:
         on_update: OnUpdate,
         timeout_s: float,
     ) -> None:
-        """Create without publishing; `worker` is the trainer's thread, and `timeout_s` bounds each publication."""
+        """Create the object; nothing is published yet.
+
+        `worker` is the trainer's thread, and `timeout_s` bounds each publication.
+        """
         self._trainer = trainer
         self._link = link
         self._publisher = publisher

@@ -134,7 +134,7 @@ class GroupFilter:
 
 
 def refusal_of(verdict: Verdict) -> str:
-    """Return the reason why a group with this verdict is not trained on; "" if it is."""
+    """Return the reason why a group with this verdict is not trained on; "" if it is trained on."""
     if verdict.outcome is Outcome.CORRECT:
         return ""
     return verdict.reason if verdict.outcome is Outcome.WRONG else f"curation.filter failed: {verdict.outcome}"

@@ -112,7 +112,7 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the server."""
+    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the connection to it."""
 
     def __init__(
         self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending

@@ -297,7 +297,7 @@ class _Worker:
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Send a question; if this call is cancelled, the rest is sent in the background.
+        """Send a question; if this call is cancelled, the rest of the question is sent in the background.
 
         Questions are encoded only now: waiting questions share their problem, which may have megabytes.
         """

@@ -127,7 +127,7 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
 def predictions(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
 ) -> Array:
-    """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; a value model has no measures."""
+    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model)."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # by default, a TPU would multiply fp32 arrays in bf16
         hidden, _ = hidden_states(

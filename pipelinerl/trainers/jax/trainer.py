@@ -200,7 +200,7 @@ class JaxFollower:
         self._worker = JaxWorker.started(spec, options, config)
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker's method for this command, which rank 0 calls too."""
+        """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
             case ForwardCommand():

@@ -158,7 +158,7 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield host tensors, gathered on demand; while the caller reads one group, the next one is gathered."""
+        """Yield host tensors, gathered on demand: while the caller reads some parameters, the next are gathered."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:

@@ -100,7 +100,7 @@ class MeshWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
-        """Load the model and keep this rank's rows; from a saved state, also the optimizer's rows."""
+        """Load the model and keep this rank's rows; restore its rows of the optimizer's state if a state was saved."""
         rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
         with in_agreement():
             refuse_device(spec.device)
@@ -210,7 +210,7 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """The names of all parameters except adapters, in the model's order; their positions come before adapters'."""
+        """The names of all parameters except adapters, in the model's order; positions of adapters come after these."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
@@ -385,7 +385,7 @@ class MeshFollower:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker's method for this command, which rank 0 calls too."""
+        """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
             case ForwardCommand():

@@ -87,7 +87,7 @@ class CheckpointStore:
 
     @property
     def claimed_epoch(self) -> int:
-        """The highest epoch that a trainer has claimed here; 0 if none has."""
+        """The highest epoch that a trainer has claimed in this directory; 0 if none has."""
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:

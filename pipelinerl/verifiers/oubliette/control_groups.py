@@ -147,7 +147,7 @@ class ControlGroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """Limit the total memory of all processes, including files in memory and kernel tables."""
+        """Limit the total memory of the group's processes, including files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"

@@ -84,7 +84,7 @@ class CodeRunner(Protocol):
         ...
 
     async def check(self, check: Check) -> float:
-        """Return the share of the points for the output. Raises `CheckerFailed`."""
+        """Return the share of the points, 0 to 1, that the output earns. Raises `CheckerFailed`."""
         ...
 
     async def read(self, content: Content) -> bytes:
@@ -142,7 +142,7 @@ class LocalRunner:
         return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
 
     async def check(self, check: Check) -> float:
-        """Compare in this process, or run the problem's checker in a guest."""
+        """Compare output and answer in this process, or run the problem's own checker in a guest."""
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):

@@ -67,8 +67,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in tensors of two or more dimensions; autocast affects products with such
-        tensors."""
+        """The number of parameters in tensors of at least two dimensions, whose products autocast computes."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property

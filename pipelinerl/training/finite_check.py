@@ -79,7 +79,7 @@ def check_predictions(
 def check_terms(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
 ) -> None:
-    """Raise NonFiniteStep for the first slot whose value is not finite at these log-probs, computed in fp32.
+    """Raise NonFiniteStep for the objective's first slot that is not finite at these log-probs, computed in fp32.
 
     Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """

@@ -308,7 +308,7 @@ class Unreadable(Exception):
 class ScoreFormat:
     """The form in which a reply states a score from `low` to `high`: JSON, or the group of a regular expression.
 
-    A reply with different scores is discarded, so that a score in a repeated answer cannot count.
+    A reply with different scores is discarded: one of them may be part of an answer that the reply repeats.
     """
 
     low: float

@@ -128,7 +128,7 @@ class Ranks:
         """Start `command(rank)` on every other rank, and `own`, which is rank 0's part, on this one.
 
         Returns a function that waits for the result; call it once. It raises:
-            TrainerError: `own` and every other rank raised it, or a single rank did, whose host lacks a file.
+            TrainerError: `own` and every other rank raised it, or only one rank did, because its host lacks a file.
             RankError: a rank was lost during this verb or an earlier one.
         """
         with self._order[lane]:

@@ -241,7 +241,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer; transformers' method has an older name up to version 5.17."""
+    """Make the backward pass recompute each layer. In transformers 5.17, the method still has its older name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

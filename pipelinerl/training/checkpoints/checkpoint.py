@@ -407,8 +407,8 @@ class Checkpointing:
     ) -> None:
         """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        After each checkpoint, `trim` is called with the epoch and with stream positions; no checkpoint reads before
-        these.
+        After each checkpoint, `trim` is called with the epoch and with stream positions. No kept checkpoint resumes
+        reading before these positions.
         """
         self._store = store
         self._report = report

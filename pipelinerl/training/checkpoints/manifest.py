@@ -34,7 +34,7 @@ class TrainingState:
         offsets: stream positions to resume reading from.
         ledger: the orders that have ended (`ConsumedLedger.to_record`).
         controller: the controller's state after the same step.
-        kl_coefficient: the current β, if a `KLController` adjusts it.
+        kl_coefficient: the current KL coefficient β, if a `KLController` adjusts it.
         baselines: average rewards by role, if advantages use them (`RoleBaseline`).
         epochs: the `Lineage` as [epoch, version at which it began], the trainer's own epoch last; empty in older
             checkpoints.

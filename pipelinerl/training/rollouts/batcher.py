@@ -235,8 +235,8 @@ def awaited(
 ) -> list[int]:
     """Return orders whose groups the step must await, so that they do not become stale; [] if it need not wait.
 
-    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step as many
-    orders. `waiting` are the orders whose groups have arrived.
+    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step would train
+    as many orders. `waiting` are the orders whose groups have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:

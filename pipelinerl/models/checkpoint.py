@@ -59,7 +59,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Raise ModelError if a file is missing, or config.json or the index is damaged; weights are not read."""
+    """Raise ModelError if a file in `needs` or the weights are missing, or config.json or the index is damaged."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
@@ -228,7 +228,7 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Raise ModelError if a stored tensor has NaN or infinity; check up to `most_bytes`, return the bytes skipped."""
+    """Raise ModelError if a stored tensor has NaN or infinity. Check `most_bytes` at most; return the bytes skipped."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -275,8 +275,8 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 module._is_hf_initialized = False
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # so that `initialize_weights` skips parameters
-    model.initialize_weights()  # creates buffers as transformers' own loading does
+        parameter._is_hf_initialized = True  # makes `initialize_weights` skip this parameter
+    model.initialize_weights()  # creates the buffers, as transformers' own loading does
     return _attending(model, attention)
 
 
@@ -302,7 +302,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
         )
 
-    transformers_logging.disable_progress_bar()  # the progress bar logs a line for each parameter
+    transformers_logging.disable_progress_bar()  # the progress bar would log a line for each parameter
     transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names one
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
@@ -335,7 +335,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
 
 
 def _refuse_more_layers_than_stored(path: Path) -> None:
-    """Raise ModelError if config.json names more layers than the files have tensors, before building such a model."""
+    """Raise ModelError, before the model is built, if config.json names more layers than the files have tensors."""
     text = text_config(path)
     layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
     stored = sum(len(stored_tensors(file)) for file in weight_files(path))
@@ -352,7 +352,7 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     if values.is_floating_point() and values.element_size() in integers:
-        words = values.detach().view(integers[values.element_size()])  # NumPy has no bfloat16
+        words = values.detach().view(integers[values.element_size()])  # integers, since NumPy has no bfloat16
         refuse_not_finite(path, name, words.numpy(), str(values.dtype).removeprefix("torch."))
 
 

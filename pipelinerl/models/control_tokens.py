@@ -1,4 +1,4 @@
-"""`ContentGuard`: encodes a chat so that templates may write control tokens and contents may not.
+"""`ContentGuard`: encodes a chat so that its template can write control tokens, but its messages' contents cannot.
 
 `ConversationTail` continues such a chat after an answer. A control token is an added token that structures a
 conversation. There are two kinds:
@@ -232,7 +232,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return structural tokens from `begin` on of the chat without symbols in its data; None if it is rejected."""
+        """Return the structural tokens from `begin` on if data had no symbols; None if that chat cannot be rendered."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -398,7 +398,7 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(made))
 
 
-#: Text that replaces an answer to find its position; no template or tokenizer changes letters and digits.
+#: Text that replaces an answer, to find the answer's position; no template or tokenizer changes letters and digits.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
@@ -427,7 +427,7 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # keys: number of tool calls in the answer
+        self._closings: dict[int, tuple[str, int]] = {}  # keys are numbers of tool calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
         """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
@@ -498,13 +498,13 @@ class ConversationTail:
         closing = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else ""
         found = [(closing.find(end), end) for end in self._ends.values() if end in closing]
         if not found:
-            return "", 0  # this template ends a turn without a token
+            return "", 0  # the template writes no token at the end of a turn
         at, end = min(found)
         return closing[: at + len(end)], at
 
 
 def _with_mark(answer: Turn, mark: str) -> Turn:
-    """Return the answer with its content and its calls' arguments replaced by the mark; templates may omit either."""
+    """Return the answer with the mark as its content and in its calls' arguments, since templates may omit either."""
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):

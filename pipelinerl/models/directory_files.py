@@ -97,7 +97,8 @@ def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -
     """Raise ModelError if the values of a parameter of the directory `path` contain NaN or infinity.
 
     A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest among
-    those of the same sign. Two maxima, one for each sign, therefore find them at the speed of memory.
+    those of the same sign. Two maxima, one for each sign, therefore find NaN and infinity as fast as memory can be
+    read.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:

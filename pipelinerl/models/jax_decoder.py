@@ -214,7 +214,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
 def export_weight(
     weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
 ) -> jax.Array:
-    """Return a parameter (its slice `layer` if stacked) in `dtype`, replicated on every device; collective call."""
+    """Return a parameter (its slice `layer` if stacked) in `dtype` on every device; every process must call this."""
     array = weights[parameter.name]
     sharding = array.sharding
     everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding

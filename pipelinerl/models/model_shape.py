@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """The number of parameters in tensors of at least two dimensions; autocast computes products with these."""
+        """The number of parameters in tensors of at least two dimensions, whose products autocast computes."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property

@@ -1,4 +1,4 @@
-"""Tiny decoders built from scratch: random ones for tests and benchmarks, and a warm start for demonstrations.
+"""Tiny decoders built from scratch: random ones for tests and benchmarks, and warm starts by supervised training.
 
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
 same seed gives the same weights.
@@ -353,7 +353,7 @@ class DomainWarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainProgress:
-    """Results of one check: by domain, reward of samples and number of demonstrations; mean loss per token (nats)."""
+    """Results of a check: each domain's mean reward and number of demonstrations; the mean loss per token in nats."""
 
     step: int
     rewards: Mapping[str, float]

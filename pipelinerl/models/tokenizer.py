@@ -140,8 +140,8 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return token ids of a conversation, reusing `token_ids` up to the answer `messages[first_new - 1]`.
 
-        To these, append the tokens that the template writes after the answer (`ConversationTail`). If these cannot be
-        separated from the rest, return the result of `encode_chat`. Raises the errors of `encode_chat`.
+        To these ids, append the tokens that the template writes after the answer (`ConversationTail`). If those tokens
+        cannot be separated from the rest, return the result of `encode_chat`. Raises the errors of `encode_chat`.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
@@ -219,7 +219,8 @@ class ChatTokenizer:
         backend.encode_special_tokens = False
         return ContentGuard(
             backend,
-            template=self._template_source,  # empty without a template; then only `encode_content` works
+            # Empty if the model has no template; then only `encode_content` works.
+            template=self._template_source,
             render=self._render,
             ends=self._eos_token_ids,
             unknown=tokenizer.unk_token_id,
@@ -289,7 +290,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._read = 0  # number of tokens in the window whose text was emitted
-        self._emitted = ""  # the text that these tokens decode to
+        self._emitted = ""  # the text that the tokens counted by `_read` decode to
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes; empty while a character is incomplete."""

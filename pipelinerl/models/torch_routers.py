@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from trainer_contract.types import Experts, RoutingShape
 
-#: Supported router classes. True if the router rounds the chosen experts' weights to the dtype of its logits.
+#: Supported router classes, each with True if the router rounds the chosen experts' weights to the logits' dtype.
 _ROUNDS: Final = {
     "MixtralTopKRouter": False,
     "OlmoeTopKRouter": True,

@@ -30,7 +30,7 @@ class _StoredTensor(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    #: Pattern in transformers' table that selects this tensor for a conversion; None if it needs none.
+    #: Pattern in transformers' table that selects this tensor for a conversion; None if the tensor needs no conversion.
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:
@@ -59,8 +59,8 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        None if the model must be loaded whole, as one conversion yields several parameters or tied ones are stored
-        twice.
+        Return None if the model must be loaded whole, because one conversion yields several parameters or because tied
+        parameters are stored twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming

@@ -5,7 +5,7 @@ differs from the sampler's:
 
     numerics    the trainer's version sampled the whole turn so far: only kernels and dtypes differ
     cache       the trainer's version sampled the token, but an older version wrote part of the KV cache
-                (an update in flight with `continue`)
+                (an in-flight update in the mode `continue`)
     staleness   an older version sampled the token
 
 Other tools call numerics and cache together "same version".
@@ -53,7 +53,10 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises `ValueError`."""
+    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement.
+
+    Raises `ValueError` if shapes differ.
+    """
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:
@@ -77,7 +80,8 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
-#: A token whose probabilities by trainer and sampler differ by more is a contradiction (TIS note, figures 7 and 8).
+#: If a token's probabilities by trainer and sampler differ by more than this, that is a contradiction (TIS note,
+#: figures 7 and 8).
 CONTRADICTION: Final = 0.5
 #: Upper bounds of the buckets of tokens' ages in versions; the buckets are 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])

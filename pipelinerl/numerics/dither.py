@@ -36,7 +36,7 @@ def phase(name: str) -> int:
 
 
 def dithered(values: Float32, *, name: str) -> NDArray[np.uint16]:
-    """Return the bits of f32 `values` of the parameter `name`, rounded to bfloat16. In torch: `dither_torch`."""
+    """Return the bits of f32 `values` of the parameter `name`, rounded to bfloat16 (in numpy)."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     rounded = np.empty(flat.size, np.uint16)
     begin = 0

@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from trainer_contract.types import HeadMeasure
 
-#: Number of logits computed at once on a CPU, 64 MiB in fp32, and on a GPU or TPU, where every piece reads the head
-#: again: few large pieces. A smaller input is one piece and needs no recomputation.
+#: Number of logits computed at once, first on a CPU (64 MiB in fp32), then on a GPU or TPU (512 MiB). There, pieces are
+#: larger because each one reads the head again. A smaller input is one piece and needs no recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 LOGITS_ON_ACCELERATOR: Final = 2**27
 
@@ -71,5 +71,5 @@ def _piece(
 def _measured(measure: HeadMeasure, logits: Array, normaliser: Array) -> Array:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(axis=-1) - normaliser
-    logprobs = logits - normaliser[..., None]  # more precise than normaliser − Σ π·logits, which cancels
+    logprobs = logits - normaliser[..., None]  # more precise than normaliser − Σ π·logits, which suffers cancellation
     return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)

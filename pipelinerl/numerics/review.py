@@ -16,7 +16,7 @@ from typing import Any, Final
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: The figures reported for each cause, with their labels, in display order.
+#: The statistics reported for each cause, with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
     "mean": "mean |Δ log-prob|",
     "p50": "P50 |Δ log-prob|",
@@ -35,7 +35,7 @@ COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "ol
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One figure over the run; `median` is over all steps that report the figure."""
+    """One statistic of the mismatch over the run; `median` is over all steps that report the statistic."""
 
     start: float
     middle: float
@@ -47,7 +47,7 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """Summary of one cause: its mean share of a step's tokens, and the series of each figure by name."""
+    """Summary of one cause: its mean share of a step's tokens, and the series of each statistic by name."""
 
     cause: Cause
     share: float
@@ -174,7 +174,8 @@ BEHIND: Final = 1.0
 ESS: Final = 0.5
 #: Largest accepted share of the tokens of one age that the objective clips or masks; above it, most are wasted.
 CUT: Final = 0.5
-#: A remedy in recipe syntax. The ablations of the TIS note (Yao et al. 2025) use the cap C = 2.
+#: Text of a remedy, in recipe syntax: truncated importance sampling with the cap C = 2, as in the ablations of the TIS
+#: note (Yao et al. 2025).
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'
@@ -221,7 +222,7 @@ def _on_rounding(review: Review) -> Iterator[Advice]:
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
-    if _stands_still(review):  # rounding explains the gap; fixing the numerics would not close it
+    if _stands_still(review):  # if rounding explains the mismatch, advice on numerics would not help
         return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:

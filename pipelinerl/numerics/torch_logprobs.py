@@ -23,8 +23,9 @@ from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
-#: Number of logits held at once, by type of device: 64 MiB in fp32, or 512 MiB on a GPU, where every piece reads the
-#: weight three times and adds to its gradient: few large pieces. A smaller input is one piece, without recomputation.
+#: Number of logits held at once, by type of device: 64 MiB in fp32 on a CPU, 512 MiB on a GPU. There, pieces are larger
+#: because each one reads the weight three times and adds to its gradient. A smaller input is one piece, without
+#: recomputation.
 LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 
 
@@ -172,7 +173,7 @@ def _predictions(
 def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(dim=-1) - normaliser
-    logprobs = logits - normaliser[:, None]  # more precise than normaliser − Σ π·logits, which cancels
+    logprobs = logits - normaliser[:, None]  # more precise than normaliser − Σ π·logits, which suffers cancellation
     return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
@@ -226,5 +227,6 @@ class Fp32Head:
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
             sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
-            return parameter + (sent.float() - parameter.detach())  # exact: they differ by less than a factor of two
+            # Exact, since the two values differ by less than a factor of two.
+            return parameter + (sent.float() - parameter.detach())
         return parameter.float()

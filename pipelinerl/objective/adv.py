@@ -1,8 +1,8 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
 Advantages that depend only on rewards are computed before packing, the others after the forward passes that they need.
-A rollout is judged if its verifier reached a verdict. The others are excluded from baselines and normalisation; their
-tokens have advantage 0.
+A rollout is judged if its verifier reached a verdict. Unjudged rollouts are excluded from baselines and normalisation;
+their tokens have advantage 0.
 
 In shapes, B is the number of rollouts in the batch, N the number of their sampled tokens, which are concatenated, and M
 the number of their turns.
@@ -29,7 +29,7 @@ class Advantage(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns, computed by forward passes, that the estimator reads, such as `values`."""
+        """Names of the optional columns, computed by forward passes, that the estimator reads, such as `values`."""
         ...
 
     @property
@@ -148,10 +148,10 @@ class Metric(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class GroupFiltered:
-    """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
+    """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train.
 
-    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, where S are the `keep` judged rollouts of the
-    group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
+    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, and 0 for all other rollouts. S are the `keep`
+    judged rollouts of the group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
 
     keep: int = 8
@@ -222,7 +222,7 @@ class Decoupled:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same advantage for every token: 1 imitates; 0 leaves only the regularizer's gradient (distillation)."""
+    """The same advantage for every token: 1 for imitation, 0 for distillation by the regularizer's gradient alone."""
 
     value: float = 1.0
 
@@ -459,7 +459,7 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
 
 
 def ends_of(lengths: Ints) -> Ints:
-    """Return the index, among all N sampled tokens, of each rollout's last one; rollouts without any are omitted."""
+    """Return the index, among all N sampled tokens, of each rollout's last token; empty rollouts are left out."""
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class Length(StrEnum):
-    """A length that the recipe gives as the name of another setting instead of a number."""
+    """A length given in the recipe not as a number but as the name of another setting."""
 
     MAX_TOKENS = "max_tokens"
     """L_max: the maximum number of tokens in an answer, `sampling.max_tokens`."""

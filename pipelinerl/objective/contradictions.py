@@ -28,7 +28,7 @@ from pipelinerl.objective.tokens import Policy
 
 
 def contradictions(objective: PolicyObjective) -> Iterator[str]:
-    """Yield a sentence for each combination of slots that makes no sense; the sentence begins with the slot's name."""
+    """Yield a sentence for each combination of slots that makes no sense, beginning with the name of a slot."""
     yield from _of_ratios(objective)
     yield from _of_numbers(objective)
     grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
@@ -128,7 +128,7 @@ class Setting:
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that cannot work as intended in this run; it begins with the slot's name."""
+    """Yield a sentence for each slot that cannot work as intended in this run, beginning with the slot's name."""
     for key, size in setting.group_sizes.items():
         yield from _without_effect_in_groups(objective.adv, key, size)
 
@@ -156,7 +156,7 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that probably does not do what was intended; it begins with the slot's name."""
+    """Yield a sentence for each slot that probably does not do what was intended, beginning with the slot's name."""
     agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
     if over in setting.always_current:
         yield (

@@ -84,7 +84,7 @@ class ScoredRollout:
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout with these tokens; each is (text, π_θ, μ, π_ref, value), and π_old = μ."""
+    """Return a rollout with these tokens; each is (text, π_θ, μ, π_ref, value). μ is the sampler, and π_old = μ."""
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
         tokens=texts,

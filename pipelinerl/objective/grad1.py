@@ -28,7 +28,7 @@ class PolicyTerm(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns that the term reads."""
+        """Names of the optional columns that the term reads."""
         ...
 
     @property
@@ -395,7 +395,7 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 #: Kinds of policy terms that contain the ratio of the current policy to the policy `over`.
 OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
-#: Upper bound of log r in SAPO's gate. For any temperature τ above 1e-6, the gate's derivative beyond it is 0.
+#: Upper bound of log r in SAPO's gate. Beyond this bound the gate's derivative is 0 for any temperature τ above 1e-6.
 _FLAT: Final = 20.0
 
 #: Bound of |log-ratio| that keeps differences finite; it is larger than any finite clip range.
@@ -403,9 +403,10 @@ _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
-    """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
+    """Return the mask M [T], without gradient: 0 where PPO's min takes the clipped side (clip(r)·A < r·A), else 1.
 
-    It compares log-ratios, because ratios can overflow. M is float, since booleans are many times slower on CPUs.
+    The comparison uses log-ratios, because ratios can overflow. M is float, since booleans are many times slower on
+    CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

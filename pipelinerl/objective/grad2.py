@@ -21,7 +21,7 @@ class Regularizer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns that the term reads."""
+        """Names of the optional columns that the term reads."""
         ...
 
     @property

@@ -17,7 +17,7 @@ class ImportanceWeight(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns that the weights read."""
+        """Names of the optional columns that the weights read."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class TokenRatio:
         return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the ratios within [low, high], [T]."""
+        """Return the ratios [T], each clipped to [low, high], or set to 0 outside these bounds, as `outside` says."""
         return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -115,7 +115,10 @@ class Mean(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceWeight:
-    """One ratio for all tokens of a rollout, kept within [low, high]. Without bounds, the product is RLAX's r_i(θ)."""
+    """One ratio for all tokens of a rollout, clipped or masked as in `TokenRatio`.
+
+    Without bounds, the ratio with `Mean.PRODUCT` is RLAX's r_i(θ).
+    """
 
     mean: Mean = Mean.PRODUCT
     low: float = 0.0
@@ -135,7 +138,7 @@ class SequenceWeight:
         return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's ratio within [low, high] for each token, [T]."""
+        """Return the rollout's ratio for each token, [T], clipped to [low, high] or masked, as `outside` says."""
         return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -186,10 +189,10 @@ class ToprWeight:
 @final
 @dataclass(frozen=True, slots=True)
 class GammaWeight:
-    """VESPO (Shen et al. 2026): the weight W^power·e^(decay·(1 − W)), where W is the sequence's ratio; 1 at W = 1.
+    """VESPO (Shen et al. 2026): the weight W^power·e^(decay·(1 − W)), where W is the sequence's ratio.
 
-    The weight goes to 0 for small and large W. The parameters depend on the advantage's sign; their defaults are those
-    in the authors' `core_algos.py`.
+    The weight is 1 at W = 1 and goes to 0 for small and large W. The parameters depend on the advantage's sign; their
+    defaults are those in the authors' `core_algos.py`.
     """
 
     positive_power: float = 2.0

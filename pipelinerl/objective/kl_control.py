@@ -1,4 +1,4 @@
-"""Control of the KL coefficient: it rises while the policy's KL from the reference exceeds the target.
+"""Control of the KL coefficient β: it rises while the policy's KL from the reference exceeds the target.
 
 The rule is that of Ziegler et al. 2019, §2.2, which InstructGPT and ROLL (`kl_ctrl`) use:
 
@@ -33,7 +33,7 @@ class KLController:
     gain: float = 0.1
 
     def next(self, beta: float, kl: float) -> float:
-        """Return the next β, after a step with this `kl`: the mean of K1 over the sampled tokens of its rollouts."""
+        """Return the next β after a step whose KL was `kl`, estimated as the mean of K1 over its sampled tokens."""
         error = min(max(kl / self.target - 1.0, -_MOST), _MOST)
         return beta * (1.0 + self.gain * error)
 

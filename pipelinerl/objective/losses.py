@@ -4,7 +4,7 @@
 
     result = policy_loss("grpo", logprobs, rewards=rewards, groups=groups, mask=mask, behavior_logprobs=sampled)
     result.loss.backward()              # torch; in JAX differentiate a function of logprobs that returns result.loss
-    result.gradient                     # d loss / d logprobs in closed form, in any of the three
+    result.gradient                     # d loss / d logprobs in closed form, in all three libraries
 
 Pass the whole batch: advantages and weights are computed over all its rollouts, on the host. The loss is evaluated in
 the library of the log-probs.
@@ -69,7 +69,7 @@ def policy_loss(
         mask: bool [B, T], tokens that the model sampled; by default all. Outside the mask, columns may hold any value.
         judged: bool [B], False if a verifier reached no verdict; such rollouts are excluded. By default all True.
         max_tokens: L_max, for an `agg.length` that refers to it (`dr_grpo`).
-        turns, parts: of the rollouts, for `adv.credit = "turns"` and `adv = "decoupled"`.
+        turns, parts: each rollout's turns, for `adv.credit = "turns"`, and its rewards' parts, for `adv = "decoupled"`.
         columns: [B, T] each: `behavior_logprobs`, `old_logprobs`, `ref_logprobs`, `values`, `vocab_mean_logprobs`,
             `vocab_entropies`; in the library of the log-probs, or in numpy.
 

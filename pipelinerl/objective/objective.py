@@ -61,7 +61,7 @@ class PolicyObjective:
         )
 
     def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return columns [N] that mark tokens chosen from the whole batch, by name; {} for most objectives."""
+        """Return by name the columns [N] that mark tokens chosen from the whole batch; {} for most objectives."""
         if not isinstance(self.grad2, CovariancePenalty):
             return {}
         return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
@@ -107,7 +107,7 @@ class PolicyObjective:
         return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
-        """Return agg · is_weight · adv and grad1, [T] each; an infinite product becomes 0 where another factor is 0."""
+        """Return two arrays [T], agg · is_weight · adv and grad1. Where grad1 is 0, an infinite product becomes 0."""
         if isinstance(self.is_weight, Unweighted):
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))

@@ -23,7 +23,7 @@ from pipelinerl.objective.catalogue import DEFAULT, PRESETS
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.objective import PolicyObjective
 
-#: For each slot, its kinds by name.
+#: The kinds that a recipe can choose for each slot: their classes by name.
 SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
     "agg": agg.KINDS,
     "is_weight": is_weight.KINDS,

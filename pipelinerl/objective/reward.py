@@ -76,7 +76,7 @@ class Turns:
 
 
 class PartReward(NamedTuple):
-    """One term of a rollout's reward: its name, its value before the weight, and the weight."""
+    """One term of a rollout's reward: its name, its unweighted value, and its weight."""
 
     name: str
     reward: float
@@ -248,7 +248,7 @@ def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """Return for each rollout the mean of `amounts` over its group or the batch, valid rollouts only; 0 for NONE."""
+    """Return for each rollout the mean of valid `amounts` over its group or the batch; 0 if `over` is NONE."""
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

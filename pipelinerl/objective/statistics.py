@@ -70,7 +70,7 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return masks [N] of the tokens whose gradient is clipped, whose importance weight is truncated, or is 0."""
+    """Return three masks [N]: tokens whose gradient is clipped, whose importance weight is truncated, or set to 0."""
     if tokens is None:
         return {}
     masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)

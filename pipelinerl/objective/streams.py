@@ -1,4 +1,4 @@
-"""Streams: a batch whose tokens have different losses is divided into one stream per loss, and losses are summed.
+"""Streams: a batch whose tokens have different losses is divided into one stream per loss; the losses are added up.
 
     loss = Σ_s loss_s(tokens of stream s)
 
@@ -71,7 +71,7 @@ class StreamedObjective:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Every stream, the run's objective first."""
+        """All streams; the one with the run's objective is the first."""
         return (Part(Loss.RL, self.rl), *(Part(loss, _OWN[loss]) for loss in self.others))
 
     @property
@@ -159,7 +159,7 @@ class DomainLosses:
     def token_weights(
         self, agg: Aggregation, domains: Sequence[str], *, lengths: Ints, groups: Ints, valid: Bools
     ) -> NDArray[np.float64]:
-        """Return the weight [B] of each rollout's sampled tokens; each stream is divided by its own total.
+        """Return the weight [B] of each rollout's sampled tokens; each stream's weights are normalised separately.
 
         `agg` is the aggregation of the run's objective, and `domains` [B] has each rollout's domain; the other
         arguments are those of `agg.token_weights`.

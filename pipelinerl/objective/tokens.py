@@ -101,7 +101,7 @@ class Tokens:
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
-        """Return a copy for a term that is multiplied by `factors` [T]; a factor of 0 makes the term 0, not NaN."""
+        """Return a copy for a term that is multiplied by `factors` [T]; where a factor is 0, the term is 0, not NaN."""
         return replace(self, live=factors != 0)
 
     @property

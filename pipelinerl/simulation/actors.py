@@ -114,7 +114,7 @@ class SimulatedActors:
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Request the missing answers of a group again, after a weight update has aborted them."""
+        """Request again those answers of a group that a weight update has aborted."""
         self._let_go(group)
         self._request(group)
 

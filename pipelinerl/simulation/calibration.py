@@ -59,7 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks data."""
+    """Estimate the first run's hardware, and contention from the other runs. Raises UserError if a run lacks data."""
     first, *others = runs
     measured = measure(first.events)
     hardware = Hardware(
@@ -105,7 +105,10 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication, without the wait of `drain` for running rows, which is simulated."""
+    """Return the mean times of a publication.
+
+    The wait for running rows in `drain` mode is simulated, so it is left out.
+    """
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()
@@ -123,7 +126,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Choose an actor's work per rollout so that simulated steps take as long as real ones. Half precedes sampling."""
+    """Fit an actor's seconds per rollout (half are before sampling) to make simulated steps as long as real ones."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -141,7 +144,8 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
     """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs."""
-    # Each iteration simulates with the current factors, to find when engine and trainer both work. Two are enough.
+    # Each iteration simulates with the current factors, to find when engine and trainer both work. Two iterations are
+    # enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
     found = hardware
@@ -171,7 +175,7 @@ def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
 
 
 def _nonnegative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Fit least squares [n] with coefficients of at least 0, by trying all subsets of columns."""
+    """Return the least-squares coefficients [n] of the columns, each at least 0, by trying all subsets of columns."""
     count = columns.shape[1]
     best, found = float(values @ values), [0.0] * count
     for size in range(1, count + 1):
@@ -286,7 +290,8 @@ def _at(event: Mapping[str, Any]) -> float:
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     """Return the prediction with the median step time of several simulations, each as long as the run."""
-    # Simulations draw different answer lengths, on which the waits of a short run depend before a steady state.
+    # Before its steady state, a short run's waits depend on the answer lengths, which each simulation draws
+    # differently.
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

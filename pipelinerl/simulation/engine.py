@@ -111,7 +111,7 @@ class EngineNews(NamedTuple):
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine; `decode_steps` counts its steps so far, and `row_steps` the sum of their rows."""
+    """One engine; `decode_steps` counts its steps so far, and `row_steps` is the sum of the rows in these steps."""
 
     times: EngineTimes
     slots: int
@@ -262,7 +262,7 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """Abort all rows; return the groups to request again, except those that already wait here for rows."""
+        """Abort all rows; return the groups to request again, except those that already wait in this engine's queue."""
         # Every commit aborts all rows, so all running answers were sampled by `version`, the one before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:

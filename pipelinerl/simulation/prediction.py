@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 from pipelinerl.errors import UserError
 from pipelinerl.simulation.hardware import Prices
 
-#: The first 1/`FILLS` of the steps fills the pipeline and is excluded from all results, measured or simulated.
+#: The pipeline fills during the first 1/`FILLS` of the steps; all results, measured or simulated, exclude these steps.
 FILLS: Final = 5
 
 

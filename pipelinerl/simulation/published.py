@@ -162,7 +162,7 @@ class PublishedHardware:
 
 
 def published_hardware(name: str) -> PublishedHardware:
-    """Return the hardware named `ACCELERATOR:SIZE`, such as `h100:7b`. Raises UserError if either is unknown."""
+    """Return the hardware named `ACCELERATOR:SIZE`, such as `h100:7b`. Raises UserError if either name is unknown."""
     accelerator, _, size = name.partition(":")
     if accelerator not in ACCELERATORS or size not in SIZES:
         raise UserError(

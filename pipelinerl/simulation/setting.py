@@ -24,8 +24,8 @@ class SimulatedSetting:
     from conventional RL with G optimizer steps to in-flight updates.
 
     Attributes:
-        oversample: most orders for prompts issued for each order whose group is expected to be trained.
-        filtered: share of groups that are filtered out, so that they are not trained on.
+        oversample: maximum number of orders for prompts issued per group that is expected to be trained.
+        filtered: share of the groups that are filtered out and therefore not trained on.
     """
 
     steps: int

@@ -99,14 +99,14 @@ class _Run:
         self._trainer = SimulatedTrainer(agenda, self._computed)
         self._lengths = drawing(setting.lengths, setting.seed)
         self._chance = rng.generator(setting.seed, "simulation", "filtered")
-        # state of the controller
+        # state of the simulated controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # state of the actors: groups requested since their last poll of the version, and older groups by the first
-        # version that was polled after their request
+        # state of the simulated actors: groups that they requested since they last polled the version, and older groups
+        # by the first version that they polled after requesting the group
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
-        # state of the trainer
+        # state of the simulated trainer
         self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
         self._collects_since: float | None = 0.0
         self._wait_s = self._computes_since = 0.0

@@ -45,7 +45,7 @@ def one_of(kind: type[Choice], value: Any, where: str) -> Choice:
 
 
 def refuse_lora(options: Mapping[str, Any]) -> None:
-    """Raise SpecError if the options request LoRA adapters, for trainers without them."""
+    """Raise SpecError if the options request LoRA adapters; for trainers that do not support adapters."""
     if "lora" in options:
         raise SpecError(
             "options.lora: the JAX trainer has no adapters, only the torch trainer does; leave lora out, "

@@ -99,9 +99,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Results by engine's URL: the largest difference in nats, or why it mismatched, or why the check failed.
+    """Results by engine URL: the largest difference in nats, or why the engine mismatched, or why its check failed.
 
-    For failed engines in `permanent`, a retry would fail again.
+    If a failed engine is in `permanent`, a retry of its check would fail again.
     """
 
     worst: dict[str, float] = field(default_factory=dict)

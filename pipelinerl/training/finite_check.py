@@ -29,7 +29,7 @@ _COLUMNS: Final = (
 
 
 class NonFiniteStep(PipelineError):
-    """A step must be skipped, because `what` (a column, term or metric) is NaN or infinite in the orders `groups`."""
+    """A step must be skipped: `what` (a column, term or metric) is NaN or infinite in groups of the orders `groups`."""
 
     def __init__(self, what: str, groups: list[int]) -> None:
         super().__init__(f"{what} of group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}")
@@ -79,7 +79,7 @@ def check_predictions(
 def check_terms(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
 ) -> None:
-    """Raise NonFiniteStep for the first slot whose value is not finite at these log-probs, computed in fp32.
+    """Raise NonFiniteStep for the objective's first slot that is not finite at these log-probs, computed in fp32.
 
     Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """

@@ -1,7 +1,7 @@
-"""The forward passes before a step, each made only if an objective or the entropy meter needs its column.
+"""The forward passes before a step. Each computes a column, one value per token, if an objective or meter needs it.
 
     old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
-                   sampler's own, as the recipe chooses
+                   sampler's own log-probs, as the recipe chooses
     ref_logprobs   the reference: a worker with the run's initial weights, which never steps; or a domain's teacher
     values         the critic, before it learns from this step
 
@@ -53,7 +53,7 @@ class ForwardPasses:
     """The workers that compute the columns; a recipe that needs a column without a worker is rejected earlier.
 
     `teachers` maps domains to their teachers if these are other models than the reference. `history` has the weights
-    that sampled, if `old_logprobs` are computed with these.
+    that sampled, if `old_logprobs` are computed with these weights.
     """
 
     policy: Trainer
@@ -168,7 +168,7 @@ class EntropyMeter:
     kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """Measure at the current weights, by a backward pass; the trainer must have no gradient, and has none after."""
+        """Measure the entropy at the current weights, by a backward pass. Before and after, there is no gradient."""
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]

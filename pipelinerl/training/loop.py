@@ -262,7 +262,8 @@ class TrainingLoop:
             if self._current.stop:
                 return None
             now = time.monotonic()
-            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # True if groups arrived
+            # A group has arrived or ended.
+            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:
                 progress_at = reported_at = now
             elif self._current is not current:
                 progress_at = now
@@ -295,7 +296,7 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """Return metrics of staleness by rollouts: the oldest accepted version, and the number of stale rollouts."""
+        """If staleness applies per rollout, return the oldest accepted version and the number of stale rollouts."""
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
@@ -405,7 +406,7 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        # True if this version is saved already.
+        # True if this version is saved already, so that stopping need not save it again.
         saved = directive.stop and self._saved == (directive.epoch, self._version)
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)

@@ -67,7 +67,10 @@ class Publishing:
         on_update: OnUpdate,
         timeout_s: float,
     ) -> None:
-        """Create without publishing; `worker` is the trainer's thread, and `timeout_s` bounds each publication."""
+        """Create the object; nothing is published yet.
+
+        `worker` is the trainer's thread, and `timeout_s` bounds each publication.
+        """
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
@@ -191,7 +194,8 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        await self._stream.trim(TAKEN, before=before)  # keep the other reports, since later trainers read them
+        # Trim only reports of earlier updates, since later trainers read the others.
+        await self._stream.trim(TAKEN, before=before)
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:

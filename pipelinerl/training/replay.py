@@ -54,7 +54,10 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups: the first copy of each order that fits the lineage. Raises RecordError if one is gone."""
+    """Return for each order of a step the first copy of its group that fits the lineage.
+
+    Raises RecordError if a group is missing.
+    """
     chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]
@@ -104,7 +107,7 @@ class Replay:
     """The greatest staleness among the steps, which decides how many weights are kept for `old_logprobs`."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Repeat recorded steps; the first one must be that after version `began_at`.
+        """Repeat recorded steps; the first must be the step that follows version `began_at`.
 
         Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
         """
@@ -117,7 +120,7 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """Take a recorded step, which must be the next, with another objective. Raises the errors of `run`."""
+        """Repeat the next recorded step, but with another objective. Raises the errors of `run`."""
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:

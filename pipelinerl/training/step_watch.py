@@ -181,7 +181,7 @@ def mean_advantages(
 MOST_TAGS: Final = 50
 #: Name under which all other tags are counted together.
 OTHER_TAGS: Final = "other"
-#: Maximum number of tags, and of parts of a reward, that are counted for one group.
+#: Maximum number of tags that are counted for one group, and the same for parts of a reward.
 _MOST_OF_A_GROUP: Final = 16
 
 
@@ -310,7 +310,7 @@ T = TypeVar("T")
 #: Function that decodes token ids to text, including special tokens.
 Decode = Callable[[Sequence[int]], str]
 
-#: Maximum number of tags, and of parts of a reward, that are written to the sample log for one group.
+#: Maximum number of tags that the sample log records for one group, and the same for parts of a reward.
 _MOST: Final = 16
 #: Maximum number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16

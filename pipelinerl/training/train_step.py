@@ -39,7 +39,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A batch with all columns, after the backward pass of its `first` mini-batch; `rest` are the others."""
+    """A batch with all columns after the backward pass of its `first` mini-batch; `rest` are the other mini-batches."""
 
     batch: TrainBatch
     objective: PolicyObjective
@@ -92,7 +92,10 @@ class TrainStep:
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Keep a copy of the weights before they are published, if later passes need it; `acceptance` is k."""
+        """Keep a copy of the weights before they are published, if later passes need it.
+
+        `acceptance` is the staleness bound k.
+        """
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
@@ -110,7 +113,10 @@ class TrainStep:
         return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
     def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
-        """Take the batch's optimizer steps, up to one per rate. Raises NonFiniteStep if the first is not finite."""
+        """Take the batch's optimizer steps, up to one per rate.
+
+        Raises NonFiniteStep if the first step is not finite.
+        """
         batch, objective = accumulated.batch, accumulated.objective
         mini_batching, end = batch.partition.mini_batching, BatchEnd.WHOLE
         updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]

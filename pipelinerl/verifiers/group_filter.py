@@ -37,7 +37,8 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: Arguments that a filter may have, by name: first values of the problem, then lists with an entry per answer.
+#: Arguments that a filter may have, by name. The first are values of the problem, the others lists with one entry for
+#: each answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,
@@ -133,7 +134,7 @@ class GroupFilter:
 
 
 def refusal_of(verdict: Verdict) -> str:
-    """Return the reason why a group with this verdict is not trained on; "" if it is."""
+    """Return the reason why a group with this verdict is not trained on; "" if it is trained on."""
     if verdict.outcome is Outcome.CORRECT:
         return ""
     return verdict.reason if verdict.outcome is Outcome.WRONG else f"curation.filter failed: {verdict.outcome}"

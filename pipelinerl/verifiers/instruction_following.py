@@ -1,7 +1,7 @@
 """Verifier for instructions that a program can check (IFEval).
 
-An answer is correct if it follows all instructions of its problem; a setting decides the reward for following some of
-them. The verdict's parts give the result of each instruction by id. The problem's metadata or ground truth lists its
+An answer is correct if it follows all instructions of its problem; a setting decides the reward for following only some
+of them. The verdict's parts give the result of each instruction by id. The problem's metadata or ground truth lists its
 instructions (`instructions/catalogue.py`); if there are none, or invalid ones, the verdict is a `verifier_error`.
 
 Long answers, and languages whose detection needs a library, are checked in a worker process with a deadline. Other

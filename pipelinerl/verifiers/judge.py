@@ -112,7 +112,7 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the server."""
+    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the connection to it."""
 
     def __init__(
         self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending
@@ -174,7 +174,10 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the server, opened by the first vote. Votes that wait meanwhile share a failure; later votes retry."""
+        """Return the server, which the first vote opens.
+
+        If that fails, votes that wait for it fail too; later ones retry.
+        """
         if self._server is not None:
             return self._server
         if self._opening is None:
@@ -305,7 +308,7 @@ class Unreadable(Exception):
 class ScoreFormat:
     """The form in which a reply states a score from `low` to `high`: JSON, or the group of a regular expression.
 
-    A reply with different scores is discarded, so that a score in a repeated answer cannot count.
+    A reply with different scores is discarded: one of them may be part of an answer that the reply repeats.
     """
 
     low: float

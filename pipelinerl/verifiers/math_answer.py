@@ -55,7 +55,7 @@ class MathAnswer:
         return await self._equivalent(gold, given, group=problem.problem_id)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
-        """Return the verdict of the text comparison, or None if the answer needs the mathematical one."""
+        """Return the verdict of the text comparison, or None if the answer needs the mathematical comparison."""
         stated = final_answer(completion_text).strip()
         if len(stated) > 2 * _MAX_ANSWER_CHARS:
             return wrong(f"the answer has {len(stated)} characters", answer=stated[:_SHOWN])

@@ -125,7 +125,7 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """Mark a task's scorer as slow if the processor time of its latest scorings requires it."""
+        """Mark a task's scorer as slow if its latest scorings took too much processor time."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
         if seconds <= _QUICK_S:
             self._doubted.discard(name)

@@ -255,7 +255,7 @@ _OF_THE_TEXT: Final = (
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
     """Call a function again that failed on an answer; return True if it fails again, yet accepts the ground truth."""
     if reward.of is Of.GROUP:
-        return False  # unknown which of the group's answers is at fault
+        return False  # it is unknown which answer of the group is at fault
     try:
         reward.calls(problem, answers)
     except _OF_THE_TEXT:
@@ -272,11 +272,11 @@ def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[Sampled
 
 
 def limit_memory() -> None:
-    """Let the process allocate only `_MEMORY_BYTES` more; beyond that it gets a `MemoryError`."""
+    """Let the process allocate only `_MEMORY_BYTES` more; any further allocation raises `MemoryError`."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return  # not Linux: this file does not exist
+        return  # the file exists only on Linux
     used = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 

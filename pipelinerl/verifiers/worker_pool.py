@@ -134,7 +134,8 @@ class WorkerPool:
             return answer
         except TimeoutError:
             raise Overran(turn.cpu_s()) from None
-        finally:  # kill a worker that still has the question, or whose priority was lowered
+        finally:
+            # Kill a worker that still has the question, or whose priority was lowered.
             turn.end()
 
     async def start(self) -> None:
@@ -204,7 +205,7 @@ class WorkerPool:
     def _forget_the_ended(self) -> None:
         for forker in self._forkers:
             if forker.ended:
-                forker.kill()  # the process has ended, but our end of the connection is open
+                forker.kill()  # the process has ended, but this also closes our end of the connection
         self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
@@ -296,7 +297,7 @@ class _Worker:
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Send a question; if this call is cancelled, the rest is sent in the background.
+        """Send a question; if this call is cancelled, the rest of the question is sent in the background.
 
         Questions are encoded only now: waiting questions share their problem, which may have megabytes.
         """
@@ -324,13 +325,17 @@ class _Worker:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's if higher: only root may lower it."""
+        """Set the worker's nice value to `_LOW_PRIORITY`, or to this process's own if that is higher.
+
+        The value is never lowered, because only root may lower a nice value.
+        """
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        if self._pid and not self._reader.at_eof():  # the id of an ended process may be reused
+        if self._pid and not self._reader.at_eof():
+            # Only while the process lives, since another process may reuse the id of an ended one.
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
         self._writer.close()

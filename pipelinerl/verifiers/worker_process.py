@@ -48,9 +48,9 @@ def main() -> None:
         return
     forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # else garbage collection in a fork would copy the pages of imported objects
+    gc.freeze()  # otherwise garbage collection in a fork would copy the pages of imported objects
     collect_as_usual()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # lets the kernel reap workers that end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # makes the kernel reap workers that end
     _send(control, {"forks": forks})
     while True:
         word, handles, _, _ = socket.recv_fds(control, 1, 1)

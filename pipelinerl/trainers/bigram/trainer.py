@@ -103,7 +103,7 @@ class BigramTrainer:
         return 1
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return log-probs or values f32 [T] of each micro-batch; 0 at segment starts."""
+        """Return each micro-batch's log-probs (or values, with a value head), f32 [T]; 0 at segment starts."""
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -141,7 +141,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        # An overflow is allowed here; `optimizer_step` rejects the gradient.
+        # Ignore an overflow here: `optimizer_step` rejects a gradient that is not finite.
         with np.errstate(invalid="ignore", over="ignore"):
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
@@ -158,7 +158,7 @@ class BigramTrainer:
         return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Apply AdamW (Loshchilov and Hutter 2019, Algorithm 2) to the clipped gradient."""
+        """Clip the gradient, then take a step of AdamW (Loshchilov and Hutter 2019, Algorithm 2)."""
         worker, spec = self._worker, self._worker.spec
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
@@ -215,7 +215,7 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Return predictions [N] for the tokens at positions `where`, and log-probs [N, V] of the whole vocabulary."""
+    """Return the log-probs or values [N] of the tokens at positions `where`, and log-probs [N, V] of all tokens."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None

@@ -1,9 +1,9 @@
 """Attention within each segment of packed rows, by JAX's own kernel on TPUs and by masked matmuls elsewhere.
 
-    dense     the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time; scores
-              across segments are masked
-    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids: blocks of scores stay in on-chip
-              memory, forward and backward
+    dense     computes the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time, and
+              masks scores across segments
+    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids, which keeps blocks of scores in
+              on-chip memory, in forward and backward
 
 The kernel multiplies in bf16, so an fp32 trainer uses `dense`. It was tested in Pallas's TPU interpreter on a CPU,
 where outputs and gradients agree with `dense`; it has not been run on a TPU.
@@ -43,11 +43,11 @@ class PackedAttention(StrEnum):
 
     @property
     def least_columns(self) -> int:
-        """The minimum length of a row in tokens; longer rows have a power of two."""
+        """The minimum length of a row in tokens; the lengths of longer rows are powers of two."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """Return the `attend` argument of `hidden_states` for sharded rows [R, C] with these segment ids."""
+        """Return an attention function (`attend` of `hidden_states`) for sharded rows [R, C] with these segment ids."""
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 
@@ -104,7 +104,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] has each token's index in [R · C]."""
+    """A layout of T packed tokens in R rows of C columns; `place` i64 [T] maps tokens to the R · C cells."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]

@@ -36,7 +36,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices in the mesh, which is the product of its axes."""
+        """The number of devices in the mesh, which is the product of the axes' sizes."""
         return self.data * self.fsdp * self.tensor
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices; with several processes it must cover all. Raises SpecError otherwise."""
+    """Build a mesh over the first devices. With several processes it must use every device, else raise SpecError."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(
@@ -76,7 +76,7 @@ def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
 
 
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Return the sharding that a layer's parameter has while the layer computes: gathered over `fsdp`, not `tensor`."""
+    """Return a parameter's sharding while its layer computes: whole along `fsdp`, still divided along `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
 
 
@@ -97,7 +97,7 @@ _JAX_SHUTDOWN_S: Final = 10
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes at `port` on the coordinator's host. Raises SpecError."""
+    """Join the other processes by JAX's rendezvous at `port` of the coordinator's host. Raises SpecError on failure."""
     if jax.distributed.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host = distributed.coordinator.rpartition(":")[0]

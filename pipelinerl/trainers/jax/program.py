@@ -96,13 +96,13 @@ class TrainerProgram:
         return wrapped
 
     def divided(self, arrays: Weights) -> Weights:
-        """Constrain each array to the sharding of the parameter with its name."""
+        """Constrain each array to the sharding of the parameter that has the same name."""
         shardings = {p.name: jax_mesh.of_parameter(self.mesh, p) for p in self.config.parameters}
         return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
 
 
 def dithered(config: DecoderConfig, weights: Weights) -> Weights:
-    """Round f32 weights to bfloat16's values as engines hold them (`numerics.dither`); shards stay where they are."""
+    """Round f32 weights to the bfloat16 values that engines hold (`numerics.dither`); shardings stay the same."""
     noise = jnp.asarray(thresholds())
     return weights | {
         each.name: _dithered(weights[each.name], noise, each.shape, each.names, weights[each.name].sharding)
@@ -127,7 +127,7 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
 def predictions(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
 ) -> Array:
-    """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; a value model has no measures."""
+    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model)."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # by default, a TPU would multiply fp32 arrays in bf16
         hidden, _ = hidden_states(
@@ -167,9 +167,9 @@ def accumulate(
     def loss_of(weights: Weights) -> tuple[Array, Array]:
         current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
-        # Tokens outside the mask, including padding, become zeros in segment 0. As number of segments the objective
-        # gets an upper bound, the number of tokens. This bound depends only on the shape, so XLA does not compile again
-        # for another number of segments.
+        # Tokens outside the mask, including padding, become zeros in segment 0. In place of the number of segments, the
+        # objective gets the number of tokens, an upper bound. It depends only on the shape, so XLA does not compile
+        # again if the number of segments changes.
         flat["loss_mask"] = inside.reshape(-1)
         flat |= {name: column.reshape(-1) for name, column in zip(measures, measured, strict=True)}
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
@@ -208,7 +208,7 @@ def step(
 
 
 def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Return AdamW without the learning rate, which varies by step; weight decay spares vectors (biases and norms)."""
+    """Return AdamW without its learning rate, which varies by step. Vectors (biases and norms) get no weight decay."""
     matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
     return optax.chain(
         optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),

@@ -105,7 +105,7 @@ def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutu
 
 def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> None:
     if array.is_fully_addressable:
-        return  # this process wrote all parts itself
+        return  # this process wrote all parts, so none can be missing
     expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
     count = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
     if count != expected:
@@ -133,6 +133,6 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return a digest of the model's configuration, without the directory's dtype and, for a policy, `scalar_head`."""
+    """Return a digest of the model's configuration; the dtype and, for a policy, `scalar_head` do not affect it."""
     left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
     return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

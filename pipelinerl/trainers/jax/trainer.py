@@ -96,7 +96,7 @@ class JaxTrainer:
             self._state = self._together(start, lambda: JaxWorker.started(spec, options, config))
         except RankError:
             raise
-        except TrainerError:  # some ranks may have started their workers; drop these
+        except TrainerError:  # other ranks may already have started their workers; free those
             self.close()
             raise
 
@@ -111,7 +111,7 @@ class JaxTrainer:
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with other weights. Weights are an argument of compiled programs, so nothing is recompiled."""
+        """Run `forward` with the given weights, which are an argument of compiled programs: nothing is recompiled."""
         worker = self._worker
         check_weights(weights, self.weight_layout())
         for micro_batch in micro_batches:
@@ -168,7 +168,7 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`, which all processes share; each writes a part."""
+        """Write weights and moments into `path`, a directory that all processes share; each writes its own shards."""
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)
@@ -185,21 +185,22 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        # Gathering weights computes on devices, so it belongs to the lane PASSES.
+        # Commands of one lane run one after the other. Gathering weights computes on devices, so it runs in the lane of
+        # the passes.
         lane = Lane.READS if isinstance(message, Save) else Lane.PASSES
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
 @final
 class JaxFollower:
-    """The JAX `ranks.follower.RankWorker`; it returns no results, because rank 0 computes all of them itself."""
+    """A `RankWorker` that runs rank 0's commands in JAX; it returns no results, because rank 0 computes all of them."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)
         self._worker = JaxWorker.started(spec, options, config)
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker's method for this command, which rank 0 calls too."""
+        """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
             case ForwardCommand():

@@ -59,7 +59,7 @@ class JaxWorker:
     model_version: int
     gradient: Weights | None = None
     rounding: Rounding = Rounding.NEAREST
-    #: The weights of this version as engines hold them, if they are dithered and a pass has asked for them.
+    #: This version's weights after dithered rounding, as engines hold them; None until a pass needs them.
     served: Weights | None = None
 
     @classmethod
@@ -97,7 +97,7 @@ class JaxWorker:
         return [_forward(self.program, self._served(), batch) for batch in batches]
 
     def _served(self) -> Weights:
-        """Return the weights for passes: a policy's dithered weights; the program rounds to nearest by itself."""
+        """Return the weights for passes, dithered for a policy; rounding to nearest is part of the program instead."""
         if not self.dithers or self.config.scalar_head:
             return self.weights
         if self.served is None:
@@ -105,7 +105,7 @@ class JaxWorker:
         return self.served
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """Run `forward` with other weights. Rank 0 passes the weights and broadcasts them; other ranks pass None."""
+        """Run `forward` with the weights that rank 0 passes and broadcasts; other ranks pass None."""
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
         def received(name: str) -> NDArray[np.uint8]:

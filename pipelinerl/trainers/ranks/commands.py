@@ -44,14 +44,14 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `init_worker` of trainer number `trainer`; a process may hold several (policy, reference)."""
+    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, such as a reference."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches; every rank makes `rounds` passes, with dummies if necessary."""
+    """Command: run `forward` on these micro-batches, then on dummies until the rank has made `rounds` passes."""
 
     trainer: int
     batches: list[Columns]
@@ -59,7 +59,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward_at` on these micro-batches; collectives of the array library deliver the weights."""
+    """Command: run `forward_at` on these micro-batches; rank 0 sends the weights by the array library's collectives."""
 
     trainer: int
     batches: list[Columns]
@@ -100,7 +100,10 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Command: gather `count` parameters from position `place` on; ranks on rank 0's host write them to `into`."""
+    """Command: gather `count` parameters from position `place` on.
+
+    Ranks on rank 0's host write them into rank 0's shared memory, `into`.
+    """
 
     trainer: int
     place: int
@@ -185,7 +188,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message. Raises RankError if its type is unknown, as if ranks run different program versions."""
+    """Decode a message. Raises RankError if its type is unknown, because ranks run different program versions."""
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:

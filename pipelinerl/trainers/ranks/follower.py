@@ -1,11 +1,11 @@
 """The loop of a rank above 0: hold its shards and execute rank 0's commands until rank 0 ends.
 
     who waits           for                                until         unblocked by
-    the main thread     rank 0's next message or beat      silence_s     rank 0
+    the main thread     rank 0's message or heartbeat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
-Commands of one lane run in order on the lane's own thread. If rank 0 dies or hangs, this process ends with an error
-message within `silence_s`, even if a collective blocks in one of its threads.
+A lane is a queue of commands, which run in order on the lane's own thread. If rank 0 dies or hangs, this process ends
+with an error message within `silence_s`, even if a collective blocks in one of its threads.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class _Rank:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:  # from the array library, a file format or the disk
+            except (RuntimeError, ValueError, OSError) as failed:
+                # These come from the array library, a file's reader or the disk.
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end
@@ -102,7 +103,7 @@ class _Rank:
             try:
                 self._channel.send(encode(answer))
             except RankError:
-                return  # the main thread gets the same error and reports it
+                return  # the main thread's `receive` raises the same error and reports it
 
     def _execute(self, command: Command) -> list[RankResult]:
         if isinstance(command, StartCommand):

@@ -1,9 +1,9 @@
 """`Ranks`, rank 0's side of a multi-process trainer: it runs each verb (a method of the contract) on all ranks.
 
     who waits                     for                           until                    unblocked by
-    the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
+    the caller of a verb          rank 0's part, and answers    timeout_s                the ranks, or a rank's loss
     a lane's thread               the next command              the process ends         the callers
-    the reader of a rank          its next message or beat      silence_s                that rank
+    the reader of a rank          its message or heartbeat      silence_s                that rank
 
 When a verb begins, its command is sent to all ranks, and the single thread of the command's lane executes rank 0's
 part. All devices thus run the same programs in the same order, whatever thread called the verb. A verb may begin before
@@ -47,8 +47,8 @@ from trainer_contract.errors import RankError, SpecError, StateError, TrainerErr
 T = TypeVar("T")
 #: Source of the numbers that identify this process's trainers in commands.
 TRAINER_NUMBERS: Final = itertools.count(1)
-#: A collective fails as soon as a rank is gone, but its error does not name the rank. Wait this long for the thread
-#: that reads from that rank and raises an error with its name.
+#: Seconds that a failed collective waits for a clearer error. The collective fails as soon as a rank is gone, but only
+#: the thread that reads from this rank raises an error with the rank's name.
 _NAMING_S: Final = 2.0
 #: Longest time in seconds from the loss of a rank to the end of this process, even if a collective blocks JAX's cleanup
 #: forever.
@@ -80,7 +80,7 @@ class _Pending:
 
     @property
     def has_failed(self) -> bool:
-        """True if rank 0's part failed with a fatal error, which is any but TrainerError (ranks survive that one)."""
+        """True if rank 0's part failed with an error other than TrainerError, after which ranks cannot continue."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
@@ -128,7 +128,7 @@ class Ranks:
         """Start `command(rank)` on every other rank, and `own`, which is rank 0's part, on this one.
 
         Returns a function that waits for the result; call it once. It raises:
-            TrainerError: `own` and every other rank raised it, or a single rank did, whose host lacks a file.
+            TrainerError: `own` and every other rank raised it, or only one rank did, because its host lacks a file.
             RankError: a rank was lost during this verb or an earlier one.
         """
         with self._order[lane]:
@@ -142,7 +142,7 @@ class Ranks:
             try:
                 for rank, channel in self._channels.items():
                     channel.send(encode(Numbered(number, lane, commands[rank])))
-            except RankError as error:  # the thread that reads from that rank reports the reason
+            except RankError as error:  # the thread that reads from this rank reports why it was lost
                 pending.result.set_exception(error)
             else:
                 self._lanes[lane].put(pending)
@@ -169,7 +169,7 @@ class Ranks:
         self._left_for = reason
 
     def end(self) -> None:
-        """End the other ranks. After a call of `leave` they exit with an error, its `reason`, and are restarted."""
+        """End the other ranks. If `leave` was called before, they fail with its `reason`, and are restarted."""
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
@@ -223,7 +223,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # the rank at the other end is lost or ending
+            with suppress(RankError):  # fails if the rank at the other end is lost or ending
                 channel.send(encode(end))
             channel.close()
 
@@ -283,7 +283,7 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Wait until all other ranks have joined, and return the connections to them. Raises SpecError if they do not."""
+    """Wait until all other ranks have joined; return the connections to them. Raises SpecError if one does not join."""
     global _led
     if distributed.process != 0:
         raise SpecError(
@@ -292,7 +292,8 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
         )
     if _led is None:
         ranks = Ranks(gather_ranks(distributed, join), timeout_s=distributed.timeout_s)
-        atexit.register(ranks.end)  # exit hooks run in reverse order, so this one runs before the array library's
+        # Exit hooks run in reverse order of registration, so this one runs before the array library's.
+        atexit.register(ranks.end)
         _led = (distributed, ranks)
     if _led[0] != distributed:
         raise SpecError("options.distributed must be the same for every trainer of a process; use the same recipe")
@@ -300,6 +301,6 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
 
 
 def leave_undone() -> None:
-    """Record that this process ends before its work is done, so that its ranks exit with an error and are restarted."""
+    """Record that this process ends before its work is done: the other ranks then fail and are restarted."""
     if _led is not None:
         _led[1].leave("rank 0 has ended before its work was done; see its log")

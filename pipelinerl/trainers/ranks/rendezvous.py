@@ -93,7 +93,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    # Chosen as late as possible, because an outgoing connection could take the port in the meantime.
+    # The port is chosen as late as possible, because an outgoing connection could take it in the meantime.
     (meeting,) = free_ports(1, host)
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
@@ -103,7 +103,10 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """On a rank above 0, connect to rank 0 and join all. Raises SpecError if rank 0 is missing or rejects this rank."""
+    """On a rank above 0, connect to rank 0, then join all ranks.
+
+    Raises SpecError if rank 0 is missing or rejects this rank.
+    """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
     left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends heartbeats only once all ranks have arrived

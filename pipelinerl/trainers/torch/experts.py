@@ -1,4 +1,4 @@
-"""Autocast for fused experts, whose grouped matmuls autocast does not cover."""
+"""Mixed precision for fused experts: torch's autocast does not cover their grouped matmuls."""
 
 from __future__ import annotations
 

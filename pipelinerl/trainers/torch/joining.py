@@ -1,7 +1,7 @@
 """Initialisation of multi-process torch, once all processes have connected.
 
-    default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
-    reads           gloo, point to point, for reads of weights during the passes
+    default group   for the passes, with gloo on CPU tensors and NCCL on CUDA tensors
+    reads           for reads of weights during the passes, with gloo, point to point
 
 The tensor's device selects the default group's backend, so tests with gloo run the same code as NCCL.
 """
@@ -66,7 +66,10 @@ def world() -> TorchWorld:
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes through torch's rendezvous at `port` of the coordinator's host. Raises SpecError."""
+    """Join the other processes by torch's rendezvous at `port` of the coordinator's host.
+
+    Raises SpecError on failure.
+    """
     global _world
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
@@ -91,7 +94,7 @@ def join(distributed: Distributed, port: int) -> None:
 def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -> Any:
     if distributed.process:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    # By itself, a TCPStore would listen on every address.
+    # By default a TCPStore would listen on every address; give it a socket that listens only on this one.
     listener = socket.create_server((host, port), family=family_of(host))
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
@@ -101,7 +104,7 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
     # The time serves as a number that is unique to this call.
     now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
-    with suppress(OSError):  # shared memory is not supported here
+    with suppress(OSError):  # fails if shared memory is not supported; rank 0 then offers none
         if rank == 0:
             block, place = shared_block(_CONTENT.size)
             block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
@@ -131,7 +134,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """Raise a SpecError or StateError of one process's block on all processes, so that none waits in vain."""
+    """If the block raises SpecError or StateError on one process, raise it on all, since the others would hang."""
     own: SpecError | StateError | None = None
     try:
         yield

@@ -122,7 +122,7 @@ class MeshLeader:
         )
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate gradients on all ranks; the last round's backward pass also sums them over the ranks."""
+        """Accumulate gradients on all ranks. The backward pass of the last round sums the gradients over the ranks."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
         encoded = encode_objective(objective)
@@ -158,7 +158,7 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield host tensors, gathered on demand; while the caller reads one group, the next one is gathered."""
+        """Yield host tensors, gathered on demand: while the caller reads some parameters, the next are gathered."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
@@ -174,7 +174,7 @@ class MeshLeader:
                     yield name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
-        """Save the state: each rank of the first copy writes its rows; with adapters, rank 0 writes everything."""
+        """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
             self._save_adapters(path, adapters)

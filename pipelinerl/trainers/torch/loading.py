@@ -82,7 +82,7 @@ class LoadedModel(NamedTuple):
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Load the model onto the device and check that it supports packing; return masters on the host by name.
+        """Load the model onto the device and check that it supports packing; return the host's fp32 masters by name.
 
         With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
         host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.
@@ -123,7 +123,7 @@ class LoadedModel(NamedTuple):
         compute: torch.dtype,
         experts: ExpertWeights = ExpertWeights.GATHERED,
     ) -> ShardedModel:
-        """Shard the model over the mesh and load this process's rows; the caller must probe the result.
+        """Shard the model over the mesh and load this process's rows; the caller must then call `probe` of the result.
 
         Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
         """
@@ -242,7 +242,7 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Convert parameters to bf16, and return fp32 masters on the host; `device` is the parameters' target."""
+    """Convert parameters to bf16, and return fp32 masters on the host; the parameters will move to `device`."""
     masters = {}
     for name, parameter in parameters.items():
         pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels

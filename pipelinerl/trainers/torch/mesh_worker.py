@@ -72,8 +72,8 @@ log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
 #: Maximum number of parameters whose rows a rank sends to rank 0 at the same time.
 _SENT_AT_ONCE: Final = 2
-#: The value that a rank contributes to the all-reduce before backward if its loss is finite; larger than the number of
-#: any micro-batch.
+#: A rank contributes this value to the all-reduce before backward if its loss is finite, and else its micro-batch's
+#: number, which is smaller. The minimum over all ranks is thus the first bad micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
 
 
@@ -100,7 +100,7 @@ class MeshWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
-        """Load the model and keep this rank's rows; from a saved state, also the optimizer's rows."""
+        """Load the model and keep this rank's rows; restore its rows of the optimizer's state if a state was saved."""
         rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
         with in_agreement():
             refuse_device(spec.device)
@@ -126,7 +126,7 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """Return predictions of this rank's micro-batches, even non-finite ones; ranks of one micro-batch agree."""
+        """Return predictions of this rank's micro-batches, even NaN; ranks that share a micro-batch return the same."""
         with self._computing_as_engines():
             return self._forward(batches, rounds)
 
@@ -181,7 +181,7 @@ class MeshWorker:
                 else:
                     loss, stats = _zero_loss(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
                 vote = _SOUND if math.isfinite(stats.loss) else number
-            finally:  # even after an error, since the other ranks wait for this all-reduce
+            finally:  # do this even after an error, since the other ranks wait for this all-reduce
                 broken = self._least(vote)
                 if broken != _SOUND:
                     self._abandon_sequence(is_first=turn == 0)
@@ -210,7 +210,7 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """The names of all parameters except adapters, in the model's order; their positions come before adapters'."""
+        """The names of all parameters except adapters, in the model's order; positions of adapters come after these."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
@@ -299,7 +299,7 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory; only the first copy writes."""
+        """Write this rank's rows of weights and moments into a state's directory; only the first replica does so."""
         if self.rank >= self.mesh.shards:
             return
         tensors: dict[str, Tensor] = {}
@@ -364,7 +364,7 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """Drop all gradients of a call whose last backward was skipped; accumulated ones must first be reduced."""
+        """Drop all gradients of a call that ends early; gradients of its earlier passes must first be reduced."""
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
@@ -379,13 +379,13 @@ class MeshWorker:
 
 @final
 class MeshFollower:
-    """The torch `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
+    """A `RankWorker` that runs rank 0's commands in torch, and returns the results of its own micro-batches."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker's method for this command, which rank 0 calls too."""
+        """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
             case ForwardCommand():

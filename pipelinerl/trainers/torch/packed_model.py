@@ -210,7 +210,7 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class ReadableModel(NamedTuple):
-    """Either a model on the meta device with the reader of its parameters, or a loaded model with None."""
+    """Either a model on the meta device and the reader of its parameters, or a loaded model and None."""
 
     model: PreTrainedModel
     reader: WeightReader | None
@@ -233,14 +233,16 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "jitter_noise"):  # Mixtral adds noise to its routers' inputs in train mode
+            if hasattr(module, "jitter_noise"):
+                # Mixtral adds noise to its routers' inputs in train mode; turn it off.
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
-    model.train(gradient_checkpointing)  # checkpointing needs train mode; without it, eval mode disables dropout
+    # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
+    model.train(gradient_checkpointing)
     return ReadableModel(model, reader)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. transformers 5.17 has only the older method name."""
+    """Make the backward pass recompute each layer. In transformers 5.17, the method still has its older name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

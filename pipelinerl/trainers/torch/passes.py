@@ -17,7 +17,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
-#: `PackedModel.forward`, or a wrapper such as a sharded model.
+#: Function with the arguments of `PackedModel.forward`: a model, or a wrapper such as a sharded model.
 Model = Callable[..., Any]
 
 
@@ -43,7 +43,10 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`, on the whole group."""
+    """Return predictions and M measures [1 + M, N] of the N tokens in the mask `inside`.
+
+    If processes share the micro-batch, each of them gets the whole result.
+    """
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),
@@ -109,9 +112,10 @@ def _choices(
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the experts [K, layers, top_k] of the computed tokens; the row after a token has its experts.
+    """Return the experts [K, layers, top_k] of the computed tokens.
 
-    The outputs of padding and of a segment's last token are never read; for these, return the first experts.
+    In the batch's column, row t + 1 has the experts of token t. The outputs of padding and of a segment's last token
+    are never read; for these tokens, return the first experts.
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"
@@ -139,7 +143,7 @@ def require_finite(predictions: Float32) -> None:
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """Evaluate the objective on the tokens in the loss mask, which must not be empty; equal on the whole group."""
+    """Evaluate the objective on the tokens in the loss mask, at least one; the whole group gets the same result."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)

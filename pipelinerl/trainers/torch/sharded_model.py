@@ -117,16 +117,16 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass. It sums gradients over processes only if `is_last`; several passes may be last."""
+        """Prepare a backward pass, which sums gradients over the processes only if `is_last`."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
-        """Free the weights that passes without gradient left gathered, since they would soon be outdated."""
+        """Free the weights that passes without gradient left gathered; the next step would make them outdated."""
         for part in self._parts():
             part.reshard()
 
     def abandon(self) -> None:
-        """Discard a forward pass that gets no backward pass, and all accumulated gradients."""
+        """Discard a forward pass that will have no backward pass, and all accumulated gradients."""
         cast(FSDPModule, self.model).reset_iter_state()
         self.discard_gradient()
 
@@ -135,7 +135,8 @@ class ShardedModel:
         for name, divided in self._divided.items():
             gradient = None if divided.grad is None else _own(divided.grad)
             if gradient is not None and not isinstance(divided, DTensor) and self._copies is not None:
-                dist.all_reduce(gradient, group=self._copies)  # the experts of a copy processed only this copy's tokens
+                # The experts of a replica processed only this replica's tokens.
+                dist.all_reduce(gradient, group=self._copies)
             self.shards[name].grad = gradient
         return [shard for shard in self.shards.values() if shard.grad is not None and shard.numel()]
 
@@ -145,14 +146,14 @@ class ShardedModel:
             divided.grad = self.shards[name].grad = None
 
     def summed_over_shards(self, number: float) -> float:
-        """Sum a number over the processes that hold shards of one copy; equal on every process."""
+        """Sum a number over the processes that hold the shards of one model replica; each of them gets the same sum."""
         total = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Within the block, hold this process's rows as the last optimizer step left them; any thread may call it."""
+        """Within the block, provide this process's rows of the weights after the last optimizer step. Thread-safe."""
         with self._reading:
             yield self._lasting
 

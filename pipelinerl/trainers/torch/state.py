@@ -141,7 +141,10 @@ class TorchSavedState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's state by parameter, only its rows `rows_of`; {} before the first step. Raises StateError."""
+        """Return AdamW's state by parameter, only the rows that `rows_of` selects; {} before the first step.
+
+        Raises StateError if the file is damaged.
+        """
         if self.shards is not None:
             self.shards.check(shapes)
         restored: dict[str, dict[str, Tensor]] = {}
@@ -198,7 +201,7 @@ def save_divided(
     head: Head,
     model_version: int,
 ) -> None:
-    """Write those files of a sharded state that exist once, after all shards; `steps` are AdamW's step counts."""
+    """Write the unsharded files of a sharded state, after all shards are written; `steps` are AdamW's step counts."""
     write_index(path, shards, shapes)
     counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
     save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")

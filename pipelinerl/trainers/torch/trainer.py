@@ -102,7 +102,7 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors; they share the trainer's memory if it is one process and sends fp32."""
+        """Yield detached tensors; in a single process that sends fp32, they share the trainer's memory."""
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

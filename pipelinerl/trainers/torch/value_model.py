@@ -73,7 +73,8 @@ class PackedValueModel(nn.Module):
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
+            # `clone` is needed for the same reason as in `PackedModel.forward`.
+            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Run the packing probe of `PackedModel.probe`. Raises SpecError if packing is not supported."""

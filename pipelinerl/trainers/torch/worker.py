@@ -72,15 +72,15 @@ class TorchWorker:
     trained: Mapping[str, torch.nn.Parameter]
     #: Names of the parameters that passes use only in bf16, because autocast would round them anyway.
     narrow: frozenset[str] = frozenset()
-    #: A policy's weights of this version as engines hold them. They are made with the version, before a publication on
-    #: a stream of its own reads them.
+    #: A policy's weights of this version, rounded as engines hold them. They are computed when the version is made,
+    #: because a publication reads them on a separate stream.
     served: Mapping[str, Tensor] = field(default_factory=dict)
     adapters: Adapters | None = None
     base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
-    #: Probe of the rounding to the engines' dtype. None if weights are sent in fp32, and for adapters, whose merged
-    #: weights exist only while they are sent.
+    #: Probe that measures the effect of rounding to the engines' dtype. None if weights are sent in fp32, and None for
+    #: adapters, because their merged weights exist only while they are sent.
     probe: UpdateProbe | None = None
 
     @classmethod
@@ -183,12 +183,12 @@ class TorchWorker:
         return _lent(self.named_parameters(), lambda name, _: self.served[name], narrow=self.narrow)
 
     def _serve(self) -> None:
-        """Round this version's weights as engines hold them; fp32 is the trainer's own memory."""
+        """Round this version's weights as engines hold them; weights sent in fp32 are not copied."""
         if self.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
-        if self.gather_dtype is own.dtype:  # parameters with masters are bf16, rounded as engines hold them
+        if self.gather_dtype is own.dtype:  # a parameter with a master is in bf16 already, rounded as engines hold it
             return own
         return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
 
@@ -265,7 +265,7 @@ class TorchWorker:
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors; for an fp32 model that is trained whole, the trainer's own memory."""
+        """Yield detached tensors. They share the trainer's memory if the weights are fp32 and there are no adapters."""
         for name, own in self.own.items():
             if self.adapters is not None:
                 own = self.adapters.merged(name, own)
@@ -301,7 +301,8 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     # may differ.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    uncached = AutocastKwargs(cache_enabled=False)  # `computing_in` explains why
+    # The docstring of `computing_in` says why autocast's cache of weights is off.
+    uncached = AutocastKwargs(cache_enabled=False)
     accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)

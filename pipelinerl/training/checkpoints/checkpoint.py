@@ -87,7 +87,7 @@ class CheckpointStore:
 
     @property
     def claimed_epoch(self) -> int:
-        """The highest epoch that a trainer has claimed here; 0 if none has."""
+        """The highest epoch that a trainer has claimed in this directory; 0 if none has."""
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
@@ -119,9 +119,9 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights, and the states of `parts` into directories by name. Raises FencedError."""
+        """Write the weights, and let each function in `parts` write a directory of that name. Raises FencedError."""
         with self._fence.held(state.epoch):
-            # Unfinished directories of a trainer that was killed or fenced.
+            # Remove the unfinished directories of trainers that were killed or fenced.
             for abandoned in self.directory.glob(".*-step-*"):
                 with _as_far_as_it_goes(abandoned):
                     shutil.rmtree(abandoned)
@@ -158,7 +158,8 @@ class CheckpointStore:
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
             if not in_place:
-                if final_path.exists():  # saved by an abandoned epoch, or just before the run stopped
+                if final_path.exists():
+                    # An abandoned epoch saved this step already, or the run saved it just before it stopped.
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)
@@ -198,7 +199,8 @@ class CheckpointStore:
             else:
                 self._found = _version(path)
                 return path, state
-        if paths and self.all() != paths:  # the previous trainer is alive, and has meanwhile pruned checkpoints
+        if paths and self.all() != paths:
+            # The previous trainer is still alive and has pruned checkpoints in the meantime.
             return self.latest()
         if paths:
             raise RunFailed(
@@ -208,7 +210,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Rename back checkpoints that a trainer had renamed to replace them, if it was killed before it did."""
+        """Restore the name of each checkpoint that a trainer moved out of the way for a new one but never replaced."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -335,7 +337,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError if the block fails after a later epoch claimed the directory, which may remove files."""
+        """If the block fails after a later epoch claimed the directory (perhaps removing files), raise FencedError."""
         self.check(epoch)
         try:
             yield
@@ -405,8 +407,8 @@ class Checkpointing:
     ) -> None:
         """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        After each checkpoint, `trim` is called with the epoch and with stream positions; no checkpoint reads before
-        these.
+        After each checkpoint, `trim` is called with the epoch and with stream positions. No kept checkpoint resumes
+        reading before these positions.
         """
         self._store = store
         self._report = report
@@ -471,7 +473,7 @@ class Checkpointing:
             try:
                 await asyncio.wait({trial})
             finally:
-                trial.cancel()  # in case this task is cancelled; a thread that has started continues
+                trial.cancel()  # matters only if this task is cancelled; a thread that has started continues
             error = trial.exception()
             if error is None:
                 return trial.result()

@@ -55,7 +55,7 @@ class Copy:
 class CheckpointCopies:
     """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 
-    Each copy also includes those of `run_files` that exist, as they are then, with secrets removed (`without_secrets`).
+    Each copy also includes the current content of `run_files`, if they exist, without secrets (`without_secrets`).
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -118,7 +118,7 @@ class CheckpointCopies:
             raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier attempt, or a new name that sorts after all folders of version and epoch."""
+        """Return the folder of an earlier attempt, or a new name that sorts after those of this version and epoch."""
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:
@@ -143,7 +143,7 @@ class CheckpointCopies:
             if _order(folder)[1] > newest.model_version:
                 log.warning("%s/%s is removed: the run continued from an earlier checkpoint", self.url, folder)
         for folder in set(self._folders()) - stays:
-            # The manifest first, so that a partly removed copy does not count.
+            # Remove the manifest first, so that a partly removed copy does not count.
             self._place.remove(f"{folder}/{MANIFEST}")
             self._place.remove(folder)
 

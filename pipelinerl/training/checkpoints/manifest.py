@@ -22,7 +22,7 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Number of bytes per block that is read and then hashed; a block stays in the CPU cache between the two.
+#: Number of bytes per block that is read and then hashed; small enough to stay in the CPU cache in between.
 _BLOCK_BYTES: Final = 2**18
 
 
@@ -34,7 +34,7 @@ class TrainingState:
         offsets: stream positions to resume reading from.
         ledger: the orders that have ended (`ConsumedLedger.to_record`).
         controller: the controller's state after the same step.
-        kl_coefficient: the current β, if a `KLController` adjusts it.
+        kl_coefficient: the current KL coefficient β, if a `KLController` adjusts it.
         baselines: average rewards by role, if advantages use them (`RoleBaseline`).
         epochs: the `Lineage` as [epoch, version at which it began], the trainer's own epoch last; empty in older
             checkpoints.
@@ -117,7 +117,8 @@ class Manifest:
         state = asdict(self.state)
         for name in ("epochs", "solved", "baselines"):
             if not state[name]:
-                del state[name]  # so that manifests from before these fields existed keep their digest
+                # Leave out unset new fields, so that older manifests, which lack these fields, keep their digest.
+                del state[name]
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 
@@ -178,7 +179,7 @@ class Retention:
         return sorted(set(versions))[-self.keep :]
 
     def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Return the versions to keep, given known accuracies by version; of equal accuracies the later is better."""
+        """Return the versions to keep, given known accuracies by version; of two equal accuracies, the later wins."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []

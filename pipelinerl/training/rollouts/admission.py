@@ -50,8 +50,8 @@ class Lineage:
     """The sequence of weights that this trainer continues: its epoch and first version, and those of `earlier` ones.
 
     An epoch is one incarnation of the trainer. Weights of an earlier epoch are ancestors of the current ones up to the
-    lowest version at which a later epoch began; its newer weights are abandoned. Epochs without a checkpoint need no
-    entry, because none of their own weights are ancestors.
+    lowest version at which a later epoch began; newer weights of that earlier epoch are abandoned. Epochs without a
+    checkpoint need no entry, because none of their own weights are ancestors.
     """
 
     epoch: int

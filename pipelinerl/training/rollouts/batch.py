@@ -109,7 +109,7 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the orders, sorted, of groups with a segment in micro-batch `number` (only `segments`, if given)."""
+        """Return the sorted orders of the groups with a segment in micro-batch `number`, or among its `segments`."""
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 
@@ -201,7 +201,7 @@ def teacher(
     truncated: Truncated,
     losses: DomainLosses = ONE_LOSS,
 ) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group can contribute a gradient: it needs rollouts and a signal."""
+    """Return a function that tells whether a group has a signal and a judged, unmasked rollout, hence a gradient."""
     signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective, losses)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -293,13 +293,14 @@ def build(
 ) -> TrainBatch:
     """Compute token weights of the rollouts of `groups`, and pack them, for the step that produces `producing`.
 
-    A rollout whose gradient is certainly 0 has weights but is not packed. If this holds for all, one is packed.
+    A rollout whose gradient is certainly 0 has weights but is not packed. If this holds for all rollouts, one of them
+    is packed nevertheless.
 
     A truncated rollout that is masked counts in its group's mean and deviation, as in DAPO, which masks only the loss;
     otherwise finishing an answer would not be rewarded. It counts in no denominator of the aggregation. Advantages that
     read columns exclude it, because it is not computed.
 
-    `shaping` and `losses` are by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
+    `shaping` and `losses` are given by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -376,7 +377,7 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Return the rollouts to compute: those in `teaches`; if there are none, the first of `some`."""
+    """Return the numbers of the rollouts in the mask `teaches` or, if it is empty, of the first in the mask `some`."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 

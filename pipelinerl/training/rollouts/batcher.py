@@ -122,7 +122,7 @@ class Batcher:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
     def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
-        """Settle those of the orders whose groups have not arrived, because they never will."""
+        """Settle orders whose groups will never arrive; leave out orders whose groups have arrived after all."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, fate)
 
@@ -142,10 +142,10 @@ class Batcher:
     ) -> list[RolloutGroup] | None:
         """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
 
-        If no group of a full step teaches, the whole step is filtered where groups without signal are; otherwise it
-        trains with gradient 0. `usable` returns False for a group whose sampling weights are missing; such a group is
-        stale. `must_wait` gets the step's orders and returns True if other groups must arrive first; groups then train
-        in the order of issue.
+        If no group of a full step has a gradient, the whole step is filtered or trains with gradient 0, as the run
+        treats groups without signal. `usable` returns False for a group whose sampling weights are missing; such a
+        group is stale. `must_wait` gets the step's orders and returns True if other groups must arrive first; groups
+        then train in the order of issue.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -235,8 +235,8 @@ def awaited(
 ) -> list[int]:
     """Return orders whose groups the step must await, so that they do not become stale; [] if it need not wait.
 
-    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step as many
-    orders. `waiting` are the orders whose groups have arrived.
+    Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step would train
+    as many orders. `waiting` are the orders whose groups have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:

@@ -26,7 +26,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
+    """A rollout with advantages [N] and the weight of its sampled tokens; `stream` is the number of its loss stream."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -170,7 +170,7 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the units that packing never splits: all segments of a rollout, or each one if they exceed the budget."""
+    """Return the units that packing never splits: a rollout's segments, or each segment if all exceed the budget."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -269,7 +269,7 @@ def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
 
 
 class Prefixes(NamedTuple):
-    """A micro-batch of prefixes of segments, and the mask of those of the original T tokens that it keeps."""
+    """A micro-batch of prefixes of segments, and the mask [T] of the original tokens that it still has."""
 
     micro_batch: MicroBatch
     kept: Bool
@@ -279,7 +279,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     """Cut each segment after its last token in the mask `through` [T]; a causal model needs no later tokens."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
-    last[batch.segment_ids[where]] = where  # indices ascend, so each segment keeps its last one
+    last[batch.segment_ids[where]] = where  # indices ascend, so the last one written for a segment is its largest
     kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
     if kept.all():
         return Prefixes(batch, kept)

@@ -69,9 +69,9 @@ class RolloutReader:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that were sent to an earlier trainer; drop offsets that belong to other data."""
+        """Skip directives that were sent to an earlier trainer; drop offsets if the stream server has other data."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
-        # Only the first such entry is kept.
+        # The server ignores this entry if the stream has one already, so the first identity stays.
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():

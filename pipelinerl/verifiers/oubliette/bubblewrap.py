@@ -1,4 +1,4 @@
-"""Outer isolation of the default tier: the bubblewrap command that starts a slot's guest around `guest/server.py`.
+"""The bubblewrap command that starts a guest of the default tier: a sandboxed process tree around `guest/server.py`.
 
 The guest sees the host's programs and libraries, read-only, and nothing else: no home, and of /etc only the files that
 linking and toolchains need. Its only devices are null, random and urandom (/dev/zero would give uncounted memory). It
@@ -18,7 +18,8 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Environment variable that resolves the interpreter's symbols at its start; else each run would resolve them again.
+#: Environment variable that resolves the interpreter's symbols at its start; otherwise each run would resolve them
+#: again.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; some may be symbolic links.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -56,7 +57,8 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # else bubblewrap creates folders that only root can read
+            # Create the parent folders here, since those that bubblewrap creates itself are readable only by root.
+            for above in reversed(path.parents[:-1]):
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):

@@ -130,7 +130,7 @@ class CustomChecker:
 _LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
 _NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,17})?")
 _POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?:\.[0-9]{1,17})?)")
-#: Printed by a checker in Python that raised an exception; it exits with 1, as for a wrong answer.
+#: Text that a checker in Python prints if it raises an exception. Its exit status is then 1, as for a wrong answer.
 _RAISED: Final = b"Traceback (most recent call last):"
 _WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
 _POINTS_BY_TESTLIB: Final = 7

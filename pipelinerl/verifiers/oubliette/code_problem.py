@@ -100,7 +100,8 @@ def last_block(text: str) -> tuple[str, str] | None:
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
         if field == "generated_tests" and isinstance(metadata.get(field), int):
-            continue  # in open-r1/codeforces, a number of tests, which are stored elsewhere
+            # In open-r1/codeforces, this field is only the number of tests, which are stored elsewhere.
+            continue
         if metadata.get(field):
             yield from reader(field, _parsed(field, metadata[field]))
 
@@ -204,7 +205,8 @@ def _memory(metadata: Mapping[str, Any]) -> int | None:
 
 def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
     value = metadata.get("checker")
-    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # open-r1/codeforces
+    if value is None and isinstance(generated := metadata.get("generated_checker"), str):
+        # Problems of open-r1/codeforces have their checker in this field.
         return CustomChecker(language="python", source=generated, protocol=Protocol.PRINTED)
     if value is None:
         return None

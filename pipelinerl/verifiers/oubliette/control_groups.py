@@ -105,7 +105,7 @@ def available() -> Hierarchies | str:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
     if hierarchies.version == 2:
         for name in ("memory", "cpu"):
-            with contextlib.suppress(OSError):  # the controller may be delegated already
+            with contextlib.suppress(OSError):  # fails if the controller is delegated already
                 (hierarchies.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
         with contextlib.closing(ControlGroup(hierarchies)) as group:
@@ -147,7 +147,7 @@ class ControlGroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """Limit the total memory of all processes, including files in memory and kernel tables."""
+        """Limit the total memory of the group's processes, including files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
@@ -159,13 +159,13 @@ class ControlGroup:
         if self._shares is None or weight is self._weight:
             return
         name, value = ("cpu.shares", weight.value) if self._version == 1 else ("cpu.weight", weight.value * 100 // 1024)
-        with contextlib.suppress(OSError):  # the cpu controller may not be delegated
+        with contextlib.suppress(OSError):  # fails if the cpu controller is not delegated
             (self._shares / name).write_text(str(value))
         self._weight = weight
 
     def oom_kills(self) -> int:
         """Return the number of the group's processes that the kernel has killed for lack of memory."""
-        if self._kills is None:  # the file stays open, since it is read twice per run
+        if self._kills is None:  # keep the file open, since it is read twice per run
             name = "memory.oom_control" if self._version == 1 else "memory.events"
             self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
         _, _, count = os.pread(self._kills, 4096, 0).partition(b"oom_kill ")
@@ -179,7 +179,7 @@ class ControlGroup:
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """Open the file with the group's processor time: nanoseconds, or in version 2 `usage_usec` microseconds."""
+        """Open the file with the group's processor time, in nanoseconds (version 2: `usage_usec`, in microseconds)."""
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -210,7 +210,7 @@ class ControlGroup:
                     group.rmdir()
                 except OSError:
                     if time.monotonic() > until:
-                        break  # the janitor will remove it
+                        break  # the janitor process will remove this group
                     time.sleep(0.005)
 
 

@@ -57,7 +57,7 @@ def command(bundle: Path) -> tuple[str, ...]:
 
 def lay_out(bundle: Path, run: Run) -> None:
     """Write a run's files and runsc's configuration into the bundle folder."""
-    bundle.chmod(0o755)  # runsc runs as another user, who must read it
+    bundle.chmod(0o755)  # runsc runs as another user, who must be able to read the bundle
     root, given = bundle / "root", bundle / "given"
     given.mkdir()
     (bundle / "stdin").write_bytes(run.stdin)
@@ -190,7 +190,8 @@ class GvisorSlot:
             code, watch.stderr[:] = 126, errors.encode()
         elif ended is None and (code < 0 or errors):
             raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
-        if ended is None and code > _SIGNALLED:  # 128 + a signal's number, as in a shell
+        if ended is None and code > _SIGNALLED:
+            # As in a shell, the code is 128 + the number of the signal that ended the program.
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
         return ProgramResult(
@@ -252,7 +253,7 @@ class _Watch:
         self.wall_s = 0.0
 
     def until_it_ends(self) -> Ending | None:
-        """Wait, and return the reason why the run must be ended, or None if it ended by itself."""
+        """Wait for the run's end; return the reason why the run must be killed, or None if it ended by itself."""
         limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
         handle = os.pidfd_open(self._process.pid)
         try:

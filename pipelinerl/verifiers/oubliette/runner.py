@@ -53,7 +53,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """An output to judge, with the checker and its other inputs."""
+    """Request to judge a program's output: the output, the checker, and the checker's other inputs."""
 
     checker: Checker | CustomChecker
     tolerance: float
@@ -84,7 +84,7 @@ class CodeRunner(Protocol):
         ...
 
     async def check(self, check: Check) -> float:
-        """Return the share of the points for the output. Raises `CheckerFailed`."""
+        """Return the share of the points, 0 to 1, that the output earns. Raises `CheckerFailed`."""
         ...
 
     async def read(self, content: Content) -> bytes:
@@ -124,7 +124,7 @@ class LocalRunner:
         return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile if the language needs it, without caching, since a program is judged once."""
+        """Compile a source if its language needs compiling. Nothing is cached, since a program is judged only once."""
         run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
         if run is None:
             return Program(language, source.encode("utf-8", "replace"))
@@ -142,7 +142,7 @@ class LocalRunner:
         return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
 
     async def check(self, check: Check) -> float:
-        """Compare in this process, or run the problem's checker in a guest."""
+        """Compare output and answer in this process, or run the problem's own checker in a guest."""
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):

@@ -78,7 +78,8 @@ def _strong() -> Isolation:
 
 def _weak(outer_id: int) -> Isolation:
     """Return the isolation of a single host process, which has no children or sockets and can read only libraries."""
-    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # runs may not be able to read root's Python
+    # As root, use the system's Python: runs have another user, who may be unable to read root's own.
+    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")
     shown = [
@@ -210,7 +211,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # takes no run before its guest is up; an idle slot may take it
+            place.slot.start()  # a slot takes no run before its guest is up, so an idle slot can take the run instead
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -251,7 +252,7 @@ class Sandbox:
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(error)
                     return
-            except OSError as error:  # the host has no more file descriptors, memory or processes
+            except OSError as error:  # for example, the host has run out of file descriptors, memory or processes
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(SandboxLost(f"the host could not run it: {error}"))
                     return

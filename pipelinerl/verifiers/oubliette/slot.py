@@ -42,7 +42,7 @@ _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: Time in which a run waits for a processor extends its deadline, to at most this multiple of the deadline.
+#: A run's deadline is extended by the time that it waits for a processor, to at most this multiple of the deadline.
 _STARVED_TIMES: Final = 5.0
 #: Format of the server's answer; must equal `_ANSWER` in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
@@ -72,7 +72,10 @@ class Isolation:
 
 @final
 class Slot:
-    """A guest that is started at the first run, and again after a loss, in a control group that is reused."""
+    """A place for one guest at a time.
+
+    The first run starts a guest, and so does the next run after a guest was lost.
+    """
 
     def __init__(self, isolation: Isolation) -> None:
         self._isolation = isolation
@@ -173,7 +176,7 @@ class _Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
-            # env is empty, since /proc/1/environ in the guest shows bubblewrap's environment
+            # start bubblewrap without environment variables, since /proc/1/environ in the guest shows them
             command = isolation.command if group is None else group.entering(isolation.command)
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
@@ -209,7 +212,7 @@ class _Guest:
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]
         try:
-            if isolation.outer_id != os.geteuid():  # otherwise the run could not open /dev/stdout
+            if isolation.outer_id != os.geteuid():  # a run can open /dev/stdout only if its user owns the pipe
                 os.fchown(out_write, isolation.outer_id, -1)
                 os.fchown(err_write, isolation.outer_id, -1)
             theirs[0:0] = [_sealed(run.stdin)]
@@ -335,7 +338,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # most requests repeat, and building one takes many system calls
+@lru_cache(maxsize=64)  # cached, since most requests repeat and building one takes many system calls
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:

@@ -26,7 +26,7 @@ _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x10000
 
-#: The filter first chooses a group of system call numbers, then compares the numbers in it. This is the group's size.
+#: Number of system call numbers in a group. The filter first chooses a group, then compares the numbers in the group.
 _GROUP: Final = 12
 
 #: Highest system call number of Linux 6.6 on x86_64; higher numbers are unknown here.

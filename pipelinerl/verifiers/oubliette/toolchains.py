@@ -154,7 +154,7 @@ def _place(tool: str) -> Path | None:
     if path is None:
         return None
     real = Path(os.path.realpath(path))
-    if real.name == "rustup":  # rustup executes the selected toolchain's compiler
+    if real.name == "rustup":  # rustup only starts the compiler of the selected toolchain, so find that one
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)

@@ -54,7 +54,10 @@ def refuse_unreadable(problem: Problem) -> None:
 
 @final
 class Oubliette:
-    """Verifier for problems with tests. `start` or the first answer opens the sandbox; the caller must close it."""
+    """Verifier for problems with tests.
+
+    `start` or the first answer opens the sandbox; the caller must close the verifier.
+    """
 
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
@@ -100,7 +103,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner, which the first call opens. Calls that wait while it is being opened share a failure."""
+        """Return the runner, which the first call opens. If that fails, calls that wait for it fail too."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -298,7 +301,7 @@ class PythonTool:
 
 
 def _shown(result: ProgramResult) -> str:
-    """Return the program's output, and after a failure its errors and how it ended, cut to `_MOST_SHOWN`."""
+    """Return the program's output, and after a failure its errors and how it ended, cut to `_MOST_SHOWN` characters."""
     parts = [result.stdout.decode("utf-8", "replace").rstrip()]
     if not result.succeeded:
         parts += [result.stderr.decode("utf-8", "replace").rstrip(), f"[{result.describe()}]"]

@@ -41,10 +41,10 @@ _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
 #: Seconds until a full service is retried or, without any service, until the list of services is checked again.
 _LOOK_AGAIN_S: Final = 0.25
-#: A service may be preferred if it holds at most this many answers more than the least loaded one. If twice the number
-#: of the request's answers is larger, that is the limit.
+#: A service counts as having low load if it holds few more answers than the least loaded service. The allowed
+#: difference is this number, or twice the number of answers in the request if that is larger.
 _SLACK: Final = 64
-#: Limit on the bytes of a response: this many for each verdict with its reasons, plus a constant.
+#: A response may have this many bytes for each verdict with its reasons, plus the number of bytes below.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
 #: Largest accepted reward; no verifier of this project gives a larger one.
@@ -52,7 +52,7 @@ _MOST_REWARD: Final = 1e9
 
 
 class _ServiceFull(Exception):
-    """The service holds as many answers as it may; a later attempt may succeed."""
+    """The service holds its maximum number of answers; a later attempt may succeed."""
 
 
 class _CannotBeAsked(Exception):
@@ -91,7 +91,7 @@ class _Try:
 
 @final
 class VerifierServices:
-    """The verifier services of a run; for use from a single event loop, in which it is also closed."""
+    """The verifier services of a run. Use and close this object in a single event loop."""
 
     def __init__(self, *, token: str | None, patience: ServicePatience = ServicePatience()) -> None:
         self._token = token
@@ -158,7 +158,7 @@ class VerifierServices:
             await self._session.close()
 
     def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Return the problem's preferred service among those with low load; None if none can be used now."""
+        """Return the problem's preferred service among those with low load; None if no service can be used now."""
         able = [
             each
             for each in self._services.values()

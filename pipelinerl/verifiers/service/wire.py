@@ -108,7 +108,8 @@ class ServedDomain:
     """A domain that this service judges.
 
     `rules` is the digest of the part of the recipe that defines judging; requests with another digest are rejected.
-    `kept` is True if the verifier is deterministic, so that verdicts can be cached. `tier` is the sandbox's, if any.
+    `kept` is True if the verifier is deterministic, so that verdicts can be cached. `tier` is the tier of the
+    verifier's sandbox, if it has one.
     """
 
     verifier: GroupVerifier

@@ -63,7 +63,8 @@ class Adapters:
         )
         random, is_meta = torch.get_rng_state(), any(parameter.is_meta for parameter in self.base.values())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's warnings concern models that peft wraps itself
+            # The warnings concern models that peft wraps itself, which this one is not.
+            warnings.simplefilter("ignore")
             inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
         if is_meta:
@@ -163,7 +164,8 @@ class Adapters:
     ) -> None:
         """Write a directory in peft's format that peft can load over `base`; include the value head, if any.
 
-        `own` has the values of the value head; `pairs` has values of A and B by name; None means this process's own.
+        `own` has the values of the value head; `pairs` has values of A and B by name; None means the values of this
+        process.
         """
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
@@ -230,7 +232,7 @@ class SharedBase:
     weights: dict[str, Tensor]
 
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add parameters on the device that are not shared yet; let all others use the shared values."""
+        """Share those parameters on the device that are not shared yet; make all others use the shared values."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 

@@ -21,7 +21,7 @@ ALL_LINEAR: Final = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """W + (alpha / rank) · B A in place of W (Hu et al. 2021, arXiv 2106.09685); B [out, rank] starts at 0.
+    """LoRA replaces W by W + (alpha / rank) · B A (Hu et al. 2021, arXiv 2106.09685); B [out, rank] starts at 0.
 
     `targets` are the last components of module names, such as `q_proj`; None means all linear layers except the output
     layer. Alpha stays 32 for every rank, so that the best learning rate hardly depends on the rank (Schulman et al.

@@ -66,7 +66,10 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def described(path: Path, options: LoraOptions) -> str:
-    """Describe which parameters LoRA trains in a directory's model. Raises SpecError, ModelError without model."""
+    """Describe which parameters LoRA trains in a directory's model.
+
+    Raises SpecError, or ModelError if there is no model.
+    """
     model = check_weights(path)
     modules = target_modules(model, options)
     whole = sum(parameter.numel() for parameter in model.parameters())

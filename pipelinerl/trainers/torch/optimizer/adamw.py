@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019, Algorithm 2): torch's own, or `PiecewiseAdamW` for a smaller state.
 
-    moments    fp32, or bf16 with stochastic rounding, which is exact in the mean
+    moments    fp32, or bf16 with stochastic rounding, which is unbiased
     masters    fp32 values of parameters that passes use in bf16
-    place      where both are between steps: the parameters' device, or the host
+    place      where moments and masters are between steps: the parameters' device, or the host
 
 While torch's fused kernel steps a parameter, only one piece of its fp32 moments and master is on the device. Moments
 are rounded stochastically, because rounding to nearest would lose small changes: with beta2 = 0.999, a second moment in
@@ -110,7 +110,7 @@ class Master(NamedTuple):
     rounding: Rounding
 
     def rounded(self, values: Tensor, *, first: int = 0) -> Tensor:
-        """Return new values in bf16; their first element has the index `first` in the parameter."""
+        """Round a piece of the new fp32 values to bf16; its first element has the index `first` in the parameter."""
         return rounded(values, torch.bfloat16, self.rounding, name=self.name, first=first)
 
 
@@ -151,7 +151,7 @@ class PiecewiseAdamW:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        del set_to_none  # ignored: a gradient of zeros, instead of None, would still cause a step
+        del set_to_none  # ignored, because a gradient of zeros would still cause a step, unlike None
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -195,7 +195,7 @@ class PiecewiseAdamW:
         return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
 
     def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """Return the generator that rounds a parameter's moments in one step; equal in a resumed run."""
+        """Return the random generator that rounds a parameter's moments in one step, the same in a resumed run."""
         if self._options.moments is MomentDType.FP32:
             return None
         return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))

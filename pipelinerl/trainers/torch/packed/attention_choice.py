@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Self
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Precision
 
-#: The kernel's requirements: minimum compute capability; then the divisor and maximum of head widths.
+#: The varlen kernel's requirements: the minimum compute capability; then the divisor and maximum of head widths.
 _CAPABILITY: Final = (8, 0)
 _WIDTHS: Final = (8, 256)
 
@@ -56,7 +56,7 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """The facts that decide whether the kernel can be used.
+    """The facts that decide whether the varlen kernel can be used.
 
     `device` is torch's name of the device type, and `capability` is None if this machine has no GPU. `has_kernel` is
     False if torch was built without the kernel, and `widths` has the widths of all kinds of heads.
@@ -70,7 +70,7 @@ class AttentionFacts:
 
 
 def why_not_varlen(facts: AttentionFacts) -> str | None:
-    """Return the first reason why the kernel cannot be used, or None if it can."""
+    """Return the first reason why the varlen kernel cannot be used, or None if it can."""
     multiple, most = _WIDTHS
     if facts.device != "cuda":
         return f"the device is {facts.device}, and the kernel needs CUDA"
@@ -91,7 +91,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
 
 
 def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention:
-    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested and `why_not` has a reason against it."""
+    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested and `why_not` says that it cannot be used."""
     if requested is SegmentAttention.VARLEN and why_not is not None:
         raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if requested is SegmentAttention.BUCKETS or why_not is not None:

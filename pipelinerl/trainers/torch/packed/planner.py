@@ -26,18 +26,18 @@ from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, to
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Kernels, Precision
 
-#: Inputs of the kernel's trial: the lengths of three segments; the number of first tokens that the second segment
-#: shares with the first; and the attention windows (None: unlimited).
+#: Inputs of the varlen kernel's trial: the lengths of three segments; the number of first tokens that the second
+#: segment shares with the first; and the attention windows (None: unlimited).
 _LENGTHS: Final = (150, 90, 1)
 _SHARED: Final = 60
 _WINDOWS: Final = (None, 33)
-#: Largest allowed difference between the kernel and buckets in fp32, relative to the largest value. Rounding to bf16
-#: causes about 2^-9, a wrong mask about 1.
+#: Largest allowed difference between the varlen kernel and bucketed attention in fp32, relative to the largest value.
+#: Rounding to bf16 causes about 2^-9, a wrong mask about 1.
 _APART: Final = 5e-2
 
 
 class Planning(NamedTuple):
-    """A planner, and its description for the log."""
+    """The chosen `Planner`, a function that makes attention plans, and its description for the log."""
 
     plan_of: Planner
     description: str
@@ -72,7 +72,7 @@ def planning(
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Return the facts that decide whether the kernel can be used on this device."""
+    """Return the facts that decide whether the varlen kernel can be used on this device."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return AttentionFacts(
         device=device.type,
@@ -84,7 +84,7 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel's results and gradients with buckets in fp32; return the difference as text, or None."""
+    """Compare the kernel with bucketed attention in fp32; return a text if it fails or differs too much, else None."""
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
     source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)

@@ -36,7 +36,10 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens. Raises SpecError."""
+        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens.
+
+        Raises SpecError if n does not divide the number of heads.
+        """
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
         if repeats > 1:
@@ -66,7 +69,8 @@ class SequencePart(NamedTuple):
     """The part of a micro-batch that one process computes.
 
     Attributes:
-        distinct: the computed tokens. A segment that is never read pads their number to a multiple of n.
+        distinct: the computed tokens. Tokens of a dummy segment, which are never read, pad their number to a multiple
+            of n.
         position_ids: i32 [T + padding].
         own: this process's share of the computed tokens.
         readers: for each process, the indices of the requested predictions that it computes.
@@ -81,7 +85,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly; each `requested` [N] prediction is made where its tokens are."""
+        """Divide the computed tokens evenly; a `requested` [N] token is predicted where its predecessor is computed."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

@@ -114,7 +114,7 @@ class Sums:
         )
 
     def put(self, found: Tensor, grad: Tensor) -> Tensor:
-        """Write the sums of `grad` [rows, …] into `found` [places, …], for places that several rows read."""
+        """Write the sums of `grad` [rows, …] into `found` [places, …], for source rows that were read several times."""
         if not self.rounds:
             return found
         many = grad.index_select(0, self.rows)

@@ -10,7 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, final
 
-_LIBC = ctypes.PyDLL(None, use_errno=True)  # unlike CDLL, it holds the interpreter's lock during calls, as a fork needs
+# Unlike CDLL, PyDLL holds the interpreter's lock during calls, which a call that forks requires.
+_LIBC = ctypes.PyDLL(None, use_errno=True)
 syscall = _LIBC.syscall
 _CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # system call numbers on x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
@@ -22,7 +23,7 @@ _LANDLOCK_ALL, _LANDLOCK_READ, _LANDLOCK_READ_FILE = (1 << 13) - 1, 0xC, 0x4
 _MNT_DETACH = 2
 #: User id of a run inside its namespace.
 _INNER_ID = 1000
-#: Folder of a run.
+#: A run's working folder in the guest.
 FOLDER = "/tmp"
 
 #: Arguments of a system call that changes nothing, for rehearsals.
@@ -48,7 +49,8 @@ class GuestIsolation:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # runs may mount /proc only if nothing covers this one
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):
+                # A run may mount its own /proc only if nothing is mounted over parts of this one.
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
@@ -118,7 +120,7 @@ class GuestIsolation:
         take(self._servers_filter.setting)
 
     def _hide(self) -> None:
-        """Restrict file access with Landlock to reading the paths in `shown`."""
+        """Let the process read only the paths in `shown`, and write no file, by Landlock."""
         ruleset = syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")

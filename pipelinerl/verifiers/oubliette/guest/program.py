@@ -62,7 +62,7 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
         os._exit(_be_python(source, request.python, request.arguments))
     try:
         os.execve(request.argv[0], request.argv, request.environment)
-    except BaseException as error:  # for example, the compiler's output is not executable
+    except BaseException as error:  # for example, because the compiler's output is not executable
         os.write(2, f"{request.argv[0]}: {error}\n".encode())
         os._exit(126)
 
@@ -80,7 +80,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy with a separate file offset, since other processes may read the same file."""
+    """Copy a file from an offset of its own, since other processes may read the same open file."""
     offset = 0
     while sent := os.sendfile(target, source, offset, 1 << 30):
         offset += sent
@@ -89,7 +89,7 @@ def _copy(source: int, target: int) -> None:
 
 def be_ready() -> None:
     """Prepare everything that forks need, and rehearse a run."""
-    os.environ.pop("LD_BIND_NOW", None)  # set for this process only, not for programs that runs start
+    os.environ.pop("LD_BIND_NOW", None)  # meant for this process only, not for the programs of runs
     for name in _OFTEN_IMPORTED:
         __import__(name)
     _make_site()
@@ -217,7 +217,7 @@ def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapp
 
 
 def _print_traceback(error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # leaves out the frame of this file
+    trace = error.__traceback__ and error.__traceback__.tb_next  # leaves out this file's own frame
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
 

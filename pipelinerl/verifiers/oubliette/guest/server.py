@@ -21,7 +21,7 @@ run is killed and this process ends.
 
 from __future__ import annotations
 
-import _socket  # the module `socket` is much larger, and each fork copies the page table
+import _socket  # not `socket`, which is much larger: each fork copies the page table
 import contextlib
 import gc
 import json
@@ -42,7 +42,7 @@ else:
     import isolation
     import program
 
-    # Programs may import their own modules named `program` and `isolation`.
+    # Forget these two modules, since programs may import modules of their own with the same names.
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
@@ -72,7 +72,8 @@ def main() -> None:
     gc.collect()
     isolation.give_back_memory()
     gc.freeze()
-    gc.disable()  # a collection would write to pages, which would then be copied for a run; runs enable it again
+    # Garbage collection here would write to pages, which would then be copied for a run. Runs enable it again.
+    gc.disable()
     control.send(b"ready")
     known, request = b"", None
     while True:
@@ -80,8 +81,9 @@ def main() -> None:
         if not packet:
             return
         if packet == _KILL:
-            continue  # the run had already ended by itself
-        if packet != known or request is None:  # most requests equal the previous one, and need no parsing
+            continue  # the run to kill has already ended by itself
+        if packet != known or request is None:
+            # Most requests equal the previous one, which need not be parsed again.
             known, request = packet, program.RunRequest(json.loads(packet), around)
         answer = _run(control, around, watch, request, files)
         if answer is None:
@@ -147,7 +149,7 @@ class _Watch:
         self._poll.register(self._file, select.POLLIN)
 
     def until_it_ends(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
-        """Wait, and return the reason why the run must be ended, or "" if it ended by itself."""
+        """Wait for the run's end; return the reason why the run must be killed, or "" if it ended by itself."""
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:

@@ -41,8 +41,8 @@ from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 if TYPE_CHECKING:
     import aiohttp
 
-#: Maximum numbers: concurrent requests, work items per request, and bytes of content per request, before its encoding
-#: in JSON, which makes it a third larger.
+#: Maximum numbers of concurrent requests, of work items per request, and of bytes of content per request. The content
+#: is counted before its encoding in JSON, which makes it a third larger.
 _REQUESTS: Final = 4
 _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
@@ -63,7 +63,7 @@ class _PendingWork:
 
 @final
 class RemoteRunner:
-    """A `CodeRunner` at a service; for use from a single event loop, in which it is also closed."""
+    """A `CodeRunner` that uses a service. Use and close it in a single event loop."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
@@ -343,7 +343,7 @@ class RemoteRunner:
 
 
 class _ServiceFull(Exception):
-    """The service holds as much work as it may; a later attempt may succeed."""
+    """The service holds its maximum number of work items; a later attempt may succeed."""
 
 
 _ERRORS: Final[dict[str, type[Exception]]] = {

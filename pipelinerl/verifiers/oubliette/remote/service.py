@@ -127,7 +127,7 @@ class OublietteService:
             return _not_done(wire.CHECKER, error)
         except ToolchainMissing as error:
             return _not_done(wire.NO_TOOLCHAIN, error)
-        except (ContentMissing, ValueError) as error:  # ValueError: an invalid link
+        except (ContentMissing, ValueError) as error:  # a ValueError means an invalid link
             return _not_done(wire.NO_CONTENT, error)
         except (SandboxLost, OSError) as error:
             return _not_done(wire.LOST, error)

@@ -64,7 +64,7 @@ class CacheRoom:
 
     Attributes:
         free: blocks that rows may still take, including blocks cached for later prompts.
-        reused_tokens: prompt tokens whose keys and values were found in the cache, since the start.
+        reused_tokens: number of prompt tokens, since the start, whose keys and values were found in the cache.
     """
 
     blocks: int
@@ -78,12 +78,12 @@ class ServedModel(Protocol):
 
     @property
     def slots(self) -> int:
-        """The most sequences that run at once."""
+        """The maximum number of sequences that run at once."""
         ...
 
     @property
     def context_length(self) -> int:
-        """The most tokens of a sequence, prompt included."""
+        """The maximum number of tokens of a sequence, prompt included."""
         ...
 
     @property
@@ -108,12 +108,12 @@ class ServedModel(Protocol):
 
     @property
     def route_log(self) -> RouteLog | None:
-        """The log of the model's routers; None if the model has no routers or cannot report them."""
+        """The log of the model's expert routers; None if the model has no routers or cannot report their choices."""
         ...
 
     @property
     def scorer(self) -> Callable[[list[int], float], list[float]] | None:
-        """The function (tokens, temperature) → log-probs of a prompt, for the loop's thread; None without support."""
+        """The function (tokens, temperature) → log-probs of a prompt, for the loop's thread; None if unsupported."""
         ...
 
     def staging(self) -> Any:
@@ -121,7 +121,7 @@ class ServedModel(Protocol):
         ...
 
     def finish_staging(self) -> None:
-        """Convert the filled `staging` to the form that is served; runs before each commit, during sampling."""
+        """Convert the filled `staging` to the form that is served; called before a commit, while sampling goes on."""
         ...
 
 

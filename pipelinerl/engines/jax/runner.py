@@ -291,7 +291,7 @@ def sample(
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
         num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
-    with jax.enable_x64(True):  # only for this call: JAX otherwise converts fp64 to fp32
+    with jax.enable_x64(True):  # enabled only for this call; JAX otherwise converts fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 

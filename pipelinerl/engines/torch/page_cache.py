@@ -47,7 +47,7 @@ BLOCK: Final = 32
 
 #: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
 _MOST_LEFT: Final = 7 / 8
-#: The lineage numbers of new rows repeat after this many, far more than the rows that begin between two steps.
+#: New rows get lineage numbers (see `AlikeRows`) modulo this; far fewer rows begin between two steps.
 _BEGINNINGS: Final = 2**20
 #: The most rows that read one copy of a shared block.
 _AT_ONCE: Final = 16
@@ -368,7 +368,7 @@ class AlikeRows:
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
     def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicates, or None if too few."""
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return duplicates, None if too few."""
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
         columns = np.stack((self._lineage[:count], feeds, positions))[:, order]

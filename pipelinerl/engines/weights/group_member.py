@@ -154,7 +154,8 @@ class GroupMember:
             StaleGeneration: a later membership has formed, or this one has failed or was left.
             InvalidRequest: the generation is implausibly far above the one joined.
             Overloaded: too many joins wait for their peers.
-            DeadlineExceeded, PeerLost: another rank did not join, or broke off.
+            DeadlineExceeded: another rank did not join in time.
+            PeerLost: another rank left while the group was forming.
         """
         self._promote()
         known, generation = self._membership, request.generation
@@ -193,7 +194,7 @@ class GroupMember:
         return made
 
     def _promote(self) -> None:
-        """Make the ended join with the highest generation the current membership, unless a later one is current."""
+        """Make the completed join with the highest generation the current membership, unless a later one is current."""
         ended = [joining for joining in self._joining.values() if joining.joining.done()]
         for candidate in sorted(ended, key=lambda one: one.request.generation):
             generation, before = candidate.request.generation, self._membership

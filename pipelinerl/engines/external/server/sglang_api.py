@@ -121,7 +121,7 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return an event's new tokens: the last ones that it lists, since it may list earlier tokens as well."""
+        """Return an event's new tokens, the last ones in its list: the list may repeat the `known` earlier tokens."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]

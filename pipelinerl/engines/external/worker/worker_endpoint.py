@@ -155,7 +155,7 @@ class WorkerEndpoint:
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return the answer. If it is an error, leave the group and raise the error."""
+        """Send an order to the worker and return the answer. If that is an error, leave the group and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -192,7 +192,7 @@ class WorkerEndpoint:
 
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.torch_endpoint"
-#: Size of the shared memory, above that of any piece; only pages that were written take space.
+#: Size in bytes of the shared memory, larger than any piece of an update; only pages that were written take memory.
 _MOST_BYTES: Final = 2**36
 
 

@@ -1,4 +1,4 @@
-"""A private Valkey or Redis server, for runs that are not given the address of one.
+"""A private Valkey or Redis server, for runs whose recipe does not give the address of a server.
 
     EmbeddedRedis(directory)       starts, stops and restarts the server as a child process
     command(directory, port)       returns the server's command line, for a caller that starts the process itself
@@ -126,7 +126,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """One server, started from a thread that lives as long as its process; a restart keeps address and data."""
+    """A server in a child process; a restart keeps address and data. The thread that starts it must outlive it."""
 
     def __init__(
         self,
@@ -158,12 +158,13 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and wait until it answers, unless it already does; a killed server exits first.
+        """Start the server and wait until it answers; do nothing if it already answers, and let a killed server exit
+        first.
 
         Raises:
             UserError: no server program is installed.
-            AddressError: another process took its port, or no free port was found.
-            DeadlineError: it did not answer in time; the message contains the end of its log.
+            AddressError: another process took the server's port, or no free port was found.
+            DeadlineError: the server did not answer in time; the message contains the end of its log.
         """
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
@@ -178,7 +179,7 @@ class EmbeddedRedis:
         )
 
     def stop(self) -> None:
-        """Stop the server after it has flushed all acknowledged writes to disk. A no-op if it is not running."""
+        """Stop the server after it has flushed all acknowledged writes to disk; a no-op if no server is running."""
         process, self._process = self._process, None
         if process is None:
             return

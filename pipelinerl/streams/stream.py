@@ -40,13 +40,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against a superseded writer: the fence is passed once an id above `number` is appended to `stream`."""
+    """A guard against a superseded writer: it is passed once `stream` has an entry with an id above `number`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error to raise in the superseded writer."""
+        """Return the error to raise in the superseded writer, once the fence is passed."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
@@ -59,8 +59,10 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs. The
-    clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
+    """Return the first number that a producer may use after a (re)start: above the last id, and not below the clock in
+    µs.
+
+    The clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
@@ -101,7 +103,7 @@ class Stream(Protocol):
         ...
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """Mark entries as processed by the group."""
+        """Mark entries as processed by the consumer group, so that no consumer claims them again."""
         ...
 
     async def length(self, stream: str) -> int:

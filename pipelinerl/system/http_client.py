@@ -1,4 +1,4 @@
-"""HTTP clients. All connections are opened here, with the run's token and with deadlines.
+"""HTTP clients. Processes open all HTTP connections through this module, with the run's token and with deadlines.
 
 Proxies from the environment are ignored, since the token is only for the run's peers.
 

@@ -59,7 +59,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The part of the server that must limit the bodies of a request: this module, or the route."""
+    """The part of the server that must limit the size and time of request bodies: this module, or the route itself."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
@@ -102,7 +102,8 @@ class _Gate:
         if self._expected is None or scope["path"] == OPEN_PATH:
             return None
         scheme, _, credential = given.get(b"authorization", b"").partition(b" ")
-        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # any case: RFC 7235, 2.1
+        # The scheme's name is case-insensitive (RFC 7235, 2.1).
+        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
         return refusal(401, message, code="unauthorized")
@@ -127,8 +128,8 @@ def _twice(name: bytes) -> Response:
 def _is_own_name(host: bytes) -> bool:
     """Return True if the Host header is `localhost` or an IP address, which no name server can redirect.
 
-    Without this check, evil.example could resolve first to its own server and then to this one, and the browser would
-    consider both the same origin (DNS rebinding).
+    Without this check, the name evil.example could resolve first to the attacker's server and then to this one. The
+    browser would consider both the same origin (DNS rebinding).
     """
     try:
         name = urlsplit("//" + host.decode("ascii")).hostname or ""

@@ -1,4 +1,4 @@
-"""How publishers control engines: by two routes of the contract per engine, or one announcement to many engines.
+"""How publishers control engines: with requests to two routes of each engine, or with one announcement to many engines.
 
 `Preparation` sends the layout to each engine only once.
 """

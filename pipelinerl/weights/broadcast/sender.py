@@ -1,7 +1,8 @@
-"""`WeightSender` and `packed`: one pass over the trainer's parameters, copied into memory bucket by bucket.
+"""`WeightSender` and `packed`: they pass once over the trainer's parameters and copy them into memory, bucket by
+bucket.
 
 `WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one or two buckets, never the model.
-On a GPU it uses a stream of its own.
+On a GPU it uses its own CUDA stream.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights into memory from `room(start, end)`; yield each bucket. Raises UpdateError on a wrong layout."""
+    """Copy the weights into `room(start, end)`'s memory; yield each bucket. Raises UpdateError on a wrong layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)

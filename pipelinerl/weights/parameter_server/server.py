@@ -302,7 +302,7 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # to return before the body is complete closes the connection
+            except TimeoutError:  # returning before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )
@@ -373,7 +373,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _range(text: str, form: str, version: Version) -> Range:
-    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if it is malformed or not held here."""
+    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if malformed or not held here."""
     match, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
     if match is None or not start < end <= size:

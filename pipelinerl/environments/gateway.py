@@ -176,7 +176,7 @@ async def _sampled(
             episode.over = f"the conversation has filled the context: {error.message}"
             raise
         except InvalidRequest:
-            raise  # reported to the agent, whose fault it is; the episode continues
+            raise  # the agent's request is invalid: it gets the error, and the episode continues
         except (ContractError, PipelineError) as error:
             opened.failure = error
             raise ContractError(f"no engine could answer: {error}") from error
@@ -188,7 +188,7 @@ async def _sampled_with_tools(
     """Sample answers and run their calls of the recipe's tools, until an answer calls none of them; return that answer.
 
     An answer that calls both the recipe's and the agent's tools is returned with only the latter calls. When the agent
-    continues, the results of the recipe's tools are inserted before its messages.
+    continues, the results of the recipe's tools are inserted before the agent's new messages.
     """
     own = body.get("tools") or ()
     names = names_of(own)

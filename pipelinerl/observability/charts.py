@@ -18,7 +18,7 @@ from typing import Any
 from pipelinerl.observability.run_history import RunHistory, Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: Curves with more points are thinned to the minimum and maximum of each stretch, since more would not be visible.
+#: Curves with more points are thinned to the minimum and maximum of each short interval; more would not be visible.
 _MOST_POINTS = 600
 
 
@@ -161,7 +161,7 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
 
 
 def _thinned(series: Series) -> list[tuple[float, float]]:
-    """Thin a long series to the minimum and maximum of each stretch, so that spikes stay visible."""
+    """Thin a long series to the minimum and maximum of each short interval, so that spikes stay visible."""
     points = list(zip(series.x, series.y, strict=True))
     if len(points) <= _MOST_POINTS:
         return points

@@ -118,7 +118,7 @@ def weights(event: Event) -> str:
 
 
 def note(event: Event) -> str:
-    """Return caveats of an evaluation, for readers: discarded answers, steps taken meanwhile, an early end."""
+    """Return caveats of an evaluation: discarded answers, steps taken while it ran, an early end."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
     parts = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):

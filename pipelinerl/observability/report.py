@@ -68,7 +68,7 @@ def write_report(run_dir: Path) -> ReportFiles:
 
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a draft file that replaces `path` once it is complete, so a full disk keeps the earlier file."""
+    """Yield a draft file that replaces `path` once it is complete, so that the earlier file survives a full disk."""
     draft = path.with_name(f".new-{path.name}")
     try:
         yield draft
@@ -206,7 +206,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; nothing if a step has only one."""
+    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; empty if steps have only one each."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (

@@ -53,7 +53,7 @@ class FieldMap:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
-        """Build a field map from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
+        """Build a field map from a recipe's `parameters`, and remove the keys that it uses. Raises `RecipeError`."""
         named: dict[str, Any] = {}
         for key in _TEXTS:
             value = parameters.pop(key, None)

@@ -73,7 +73,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """Build a curriculum from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
+        """Build a curriculum from a recipe's `parameters`, and remove the keys that it uses. Raises `RecipeError`."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")
@@ -234,7 +234,7 @@ def source_of_rows(
     if apart:
         chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
     if split not in indexed or split is Split.TRAIN:
-        # Training rows that the hash assigns to a split are trained on if the split has its own files.
+        # Training rows that the hash assigns to another split are trained on if that split has its own files.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
@@ -268,7 +268,7 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
         question = row.get(plain)
         try:
             if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for rows with a plain question: it takes a third of the time.
+                # Fast path for rows whose question is plain text: it takes a third of the time.
                 digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)

@@ -136,7 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps from `first` to `last`, without steps up to `since`."""
+        """Return the steps from `first` to `last` that come after `since`, merged to at most `points` rows."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)

@@ -109,7 +109,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem. `step` is the model version that training on them made, or that was evaluated.
+    """The answers to one problem. `step` is the model version after training on them, or the evaluated one.
 
     `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """

@@ -43,7 +43,8 @@ _EVENTS: Final = "events"
 _GROUPS: Final = "groups"
 #: Processes of the trace, in Perfetto's display order; engines follow.
 _PROCESSES: Final = ("run", TRAINER, PUBLICATION, EVALUATION, CHECKPOINT, _GROUPS)
-#: Names under which activities that overlap others of their lane (one part of the run) are drawn, as separate rows.
+#: Activities that may overlap others of the same lane (one part of the run), each with the name of the separate row on
+#: which it is drawn.
 _WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "stall", "away": "away"}
 
 TraceEvent = dict[str, Any]

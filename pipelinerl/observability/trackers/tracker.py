@@ -152,7 +152,7 @@ class TrackerFeed:
 
 
 def _read(place: Path) -> FeedPosition:
-    """Read the position. Raises ValueError if the file is damaged: to start over would log all rows twice."""
+    """Read the position. Raises ValueError if the file is damaged: starting over would log all rows twice."""
     try:
         return msgspec.json.decode(place.read_bytes(), type=FeedPosition)
     except FileNotFoundError:

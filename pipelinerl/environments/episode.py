@@ -244,7 +244,8 @@ class Episode:
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
                 if message.reasoning_content is not None:
-                    # The gateway put the thinking into this field for the agent; the chat template may not support it.
+                    # the gateway put the thinking into this field for the agent, and the chat template may not support
+                    # the field
                     messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results

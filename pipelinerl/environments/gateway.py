@@ -60,7 +60,7 @@ class _Gone(Exception):
 @final
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
-    """An open episode, its sampler, and the address at which agents reach it."""
+    """An open episode, the function that samples its turns, and the address at which agents reach it."""
 
     episode: Episode
     sample: SampleTurn

@@ -218,7 +218,8 @@ class OpenEnv:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
-        system = getattr(error, "os_error", None)  # preferred, since aiohttp's message repeats the address
+        # The system's message is preferred, since aiohttp's repeats the address.
+        system = getattr(error, "os_error", None)
         reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 

@@ -20,7 +20,7 @@ GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "toke
 
 
 def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return the table rows for the headings `HEAD`: one row for each evaluation of one set."""
+    """Return a table row for each evaluation of one set, with the columns `HEAD`."""
     return [
         (
             f"{event['model_version']}",
@@ -37,7 +37,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a row per domain and tag for the headings `GROUPS_HEAD`, from the last evaluation that reports them."""
+    """Return a table row per domain and tag, with the columns `GROUPS_HEAD`, from the last evaluation with any."""
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []

@@ -145,14 +145,14 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The address with password. Raises `UserError` before the first start."""
+        """The server's address, with password. Raises `UserError` before the first start."""
         if self._port is None:
             raise UserError("the embedded stream server has no address before it is started; call start()")
         return server_url(self._directory, self._port)
 
     @property
     def pid(self) -> int:
-        """The process id. Raises `UserError` while the server is not running."""
+        """The id of the server's process. Raises `UserError` while the server is not running."""
         if self._process is None:
             raise UserError("the embedded stream server is not running; call start()")
         return self._process.pid

@@ -71,7 +71,7 @@ if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then 
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
-#: Large appends are split, because a script call blocks the server, and a larger one exceeds the server's CPU caches.
+#: Large appends are split, because a script call blocks the server, and larger scripts exceed the server's CPU caches.
 _MAX_APPEND_BYTES: Final = 1 << 20
 #: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53

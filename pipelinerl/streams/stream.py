@@ -68,13 +68,13 @@ def fresh_number(last_id: str) -> int:
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. A full one
-    is retried, for minutes if necessary, and then raises `PipelineError`.
+    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. Calls to a
+    full server are retried, for minutes if necessary, and then raise `PipelineError`.
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append in order, in one round trip; return the number of new entries. With `first_id`, payload i gets the id
-        `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
+        """Append `payloads` in order, in one round trip; return the number of new entries. With `first_id`, payload i
+        gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
         """
         ...
 
@@ -111,7 +111,7 @@ class Stream(Protocol):
         ...
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that fit until the stream is full; appends beyond that still succeed."""
+        """Return the number of entries that fit until the stream is full; appends to a full stream still succeed."""
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:

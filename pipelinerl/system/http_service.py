@@ -387,7 +387,8 @@ class HeartbeatRoute:
             return
         except msgspec.ValidationError as error:  # its message names the expected type and path, never the content
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec may raise all three
+        # Malformed JSON may raise any of these three exceptions.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

@@ -105,7 +105,7 @@ class FanoutClient:
         finally:
             alarm.cancel()
             if not answer.cancel():
-                answer.exception()  # mark it as retrieved, so that asyncio does not log it
+                answer.exception()  # mark the exception as retrieved, so that asyncio does not log it
             self._give_back(line, peer)
 
     def _peer(self, url: str) -> _Peer:

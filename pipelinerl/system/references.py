@@ -89,7 +89,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # any error of the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         del sys.modules[name]
         raise ReferenceFailed(f"{path} cannot be imported: {last_line(error)}") from None
     finally:
@@ -106,7 +106,7 @@ def _from_name(name: str, text: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
         raise ReferenceFailed(f"expected module:attribute of an installed module, got {text!r}") from None
-    except (Exception, SystemExit) as error:  # any error of the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
 
 

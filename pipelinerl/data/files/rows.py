@@ -73,7 +73,7 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read JSON lines, a JSON array or CSV, possibly packed (`.gz`), up to the limits `head`.
+        """Read JSON lines, a JSON array or CSV, possibly compressed (`.gz`), up to the limits `head`.
 
         Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
         """

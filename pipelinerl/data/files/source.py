@@ -27,7 +27,7 @@ from pipelinerl.data.source import SourceRequest, Split, are_of, digest_of
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
-#: Field to which `pipelinerl prefilter` writes the pass rate.
+#: Default field of the pass rate, to which `pipelinerl prefilter` writes it.
 PASS_RATE: Final = "metadata.pass_rate"
 
 
@@ -103,7 +103,8 @@ class Curriculum:
 #: Recipe parameters for each split: the path of its files (`_PATHS`), and its name in the data set (`_SPLITS`).
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
-#: Number of file sets whose rows are cached: a run, or a check of a recipe, opens the same files once per split.
+#: Number of file sets whose rows are cached, because a run, or a check of a recipe, opens the same files once per
+#: split.
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
@@ -227,7 +228,7 @@ def source_of_rows(
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # a duplicate stays in the held-out split, and the other splits drop it
+        apart = []  # a question that is also in another split stays here; the other splits drop it
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)

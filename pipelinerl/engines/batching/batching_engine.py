@@ -92,7 +92,7 @@ class Tokenizer(Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """Return the prompt's tokens, including the opening of the assistant's turn."""
+        """Tokenise a conversation with the chat template, including the opening of the assistant's turn."""
         ...
 
     def encode_continuation(
@@ -103,7 +103,10 @@ class Tokenizer(Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """Tokenise a continued conversation; `token_ids` are kept for the messages before `messages[first_new]`."""
+        """Tokenise a conversation whose first messages have known tokens.
+
+        `token_ids` are the tokens of all messages before `messages[first_new]`; they are kept unchanged.
+        """
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -239,7 +242,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # this wait ends: each request gets tokens, an end or an error
+            delivery = await deliveries.get()  # this wait always ends: each request gets tokens, an end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -448,11 +451,12 @@ class BatchingEngine:
 
 # --- checks of a request against the model ----------------------------------------------------------------------------
 #
-# These checks run before a request is queued. An admitted request has room for at least one token. A prefix from
-# another engine must be unfinished: no token that ends a sample, no stop string, and fewer tokens than the limit. The
-# noise of sample i depends only on (seed, i).
+# These checks run before a request is queued. An admitted request has room for at least one token. The prefix of an
+# answer that another engine began must be unfinished: it has no token that ends a sample, no stop string, and fewer
+# tokens than the limit. The noise of sample i depends only on (seed, i).
 
-#: Upper bound on a prompt's average token length, in characters; longer tokens are rare, and all spaces or dashes.
+#: Upper bound on a prompt's average number of characters per token; longer tokens are rare, and consist of spaces or
+#: dashes.
 _LONGEST_TOKEN: Final = 128
 
 
@@ -532,7 +536,10 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the requested samples to `work`; raise `InvalidRequest` if a prefix is complete or has unknown tokens."""
+    """Add the requested samples to `work`.
+
+    Raises `InvalidRequest` if the prefix of a continued answer is already complete or has unknown tokens.
+    """
     if chat.prefixes is None:
         for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())

@@ -131,8 +131,10 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 
 @final
 class RowTable:
-    """Arrays [rows] on the host, one per field of `RowState`, which a runner slices; `ids` is the dtype of ids and
-    positions. Every decode step returns to the host anyway, so arrays on the device would save nothing.
+    """The fields of all rows' `RowState`s as arrays [rows] on the host, which a runner slices.
+
+    `ids` is the dtype of token ids and positions. Every decode step returns to the host anyway, so arrays on the device
+    would save nothing.
     """
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
@@ -227,7 +229,10 @@ _SPARE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Gives `rows` to one request's `sequences`; `sibling` is a running sample's row with the same cached prompt."""
+    """Admission of `sequences`, all of one request, to `rows`.
+
+    `sibling` is the row of a running sample of the request whose cached prompt can be copied, if there is one.
+    """
 
     request: Request
     sequences: list[Sequence]

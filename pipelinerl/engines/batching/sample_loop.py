@@ -103,7 +103,7 @@ class ServedModel(Protocol):
 
     @property
     def room(self) -> CacheRoom | None:
-        """The room of a paged cache; None if every row has room for the whole context."""
+        """The blocks of a paged cache; None if every row has room for the whole context."""
         ...
 
     @property
@@ -113,7 +113,7 @@ class ServedModel(Protocol):
 
     @property
     def scorer(self) -> Callable[[list[int], float], list[float]] | None:
-        """The function (tokens, temperature) → log-probs of a prompt, for the loop's thread; None if unsupported."""
+        """Function (tokens, temperature) → log-probs of a prompt, to call on the loop's thread; None if unsupported."""
         ...
 
     def staging(self) -> Any:
@@ -126,7 +126,7 @@ class ServedModel(Protocol):
 
 
 class SampleLoop(Protocol):
-    """Sampler of requests on its own thread. The event loop calls these methods; only `stop` blocks."""
+    """Samples answers to requests on its own thread. The event loop calls these methods; only `stop` blocks."""
 
     @property
     def totals(self) -> LoopTotals:

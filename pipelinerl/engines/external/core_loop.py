@@ -137,7 +137,7 @@ class EngineCore(Protocol):
         ...
 
     async def next_step(self) -> Step:
-        """Return the next step. If it has already arrived, return it without yielding to the event loop."""
+        """Return the next step's results. If they have already arrived, return without yielding to the event loop."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:

@@ -148,7 +148,11 @@ class PartialAnswer:
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
-        """Return the next engine's request: the original one, or one for the missing tokens and the whole text."""
+        """Return the next engine's request.
+
+        It is the original request if no tokens have arrived. Otherwise it requests the missing tokens, and the text of
+        each unfinished sample from its beginning.
+        """
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
             missing = {index: sample for index, sample in self._samples.items() if sample.finish_reason is None}
@@ -157,7 +161,7 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            # `prompt_token_ids` replace these two fields
+            # these two fields are already contained in `prompt_token_ids`
             changes |= {"continue_token_ids": None, "continue_from": None}
         return self._request.model_copy(update=changes)
 
@@ -177,7 +181,7 @@ class PartialAnswer:
         return True
 
     def hand_over(self) -> None:
-        """Record that the current engine has stopped; its tokens are kept for the next engine."""
+        """Record that the current engine has stopped; the tokens received so far are kept for the next engine."""
         self.tokens_kept += self.num_tokens - self._handed_over
         self._handed_over = self.num_tokens
 

@@ -27,7 +27,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
 
-#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use `PLAIN`.
+#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use plain attention.
 _BLOCK: Final = 128
 
 

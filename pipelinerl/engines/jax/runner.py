@@ -1,8 +1,8 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
 The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
-call runs programs of `engines.jax.program` at the shapes of `Buckets`. `warm_up` compiles all programs but those of
-truncated sampling, and new weights never compile anything.
+call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs but
+those of truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Buckets:
         return self.lengths[bisect_left(self.lengths, length)]
 
     def prompts_at(self, length: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompts at once, padded to `length` (one of `lengths`)."""
+        """Return the compiled batch sizes of prefills of prompts padded to `length` (one of `lengths`)."""
         return self.prompts[self.lengths.index(length)]
 
 
@@ -262,7 +262,7 @@ _BLOCK: Final = 1024
 
 
 class SampledBatch(NamedTuple):
-    """Token ids i32 [B] and log-probs f32 [B]; optionally, both [B, K] for the likeliest tokens."""
+    """Token ids i32 [B] and log-probs f32 [B]; optionally, ids and log-probs [B, K] of the likeliest tokens."""
 
     token_ids: Array
     logprobs: Array

@@ -187,7 +187,7 @@ class BlockTable:
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        # Blocks up to this number are to be free or in use: those in use, and some more.
+        # Cached blocks without a row are moved out of the first `limit` blocks, which hold those in use and some more.
         limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True

@@ -232,7 +232,7 @@ class PageCache:
         return self.plan
 
     def plan_on_device(self, positions: Tensor, table: Tensor) -> DecodePlan:
-        """Plan a forward from tensors that a graph reads: `positions` i64 [K, 1], and blocks `table` i64 [K, n]."""
+        """Plan a forward from tensors that a CUDA graph reads: `positions` i64 [K, 1], blocks `table` i64 [K, n]."""
         size, heads = self._shape.size, torch.arange(self._shape.heads, device=self._device)
         block = table.gather(1, positions // size)
         self.plan = DecodePlan(
@@ -274,8 +274,8 @@ class PageCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to: the prompts' own [P,
-        H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
+        """Store a layer's new keys and values [.., H, T, D] as the plan says; return the keys and values to attend to:
+        the prompts' own [P, H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
         """
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         head_dim = self._shape.head_dim
@@ -368,7 +368,10 @@ class AlikeRows:
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
     def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return duplicates, None if too few."""
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicate rows.
+
+        Returns None if there are too few duplicates to save time.
+        """
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
         columns = np.stack((self._lineage[:count], feeds, positions))[:, order]

@@ -127,7 +127,7 @@ class TorchRunner:
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
@@ -169,7 +169,7 @@ class TorchRunner:
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows, batching prompts of similar length after their cached prefixes. A prompt
-        whose prefix another prompt computes waits for it and reuses it.
+        whose prefix another prompt computes waits for that prefix and reuses it.
         """
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None

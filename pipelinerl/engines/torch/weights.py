@@ -45,7 +45,7 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
-        # for the address of each buffer, the views of all parameters by name
+        # the views of all parameters by name, for the address of each of the two buffers
         self._views: dict[int, dict[str, Tensor]] = {}
         self._staged: Tensor | None = None
         self._current = self._buffer()

@@ -55,7 +55,7 @@ class EndpointFactory(Protocol):
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return flat uint8 [num_bytes] like `staging`, for conversion. Raises `InvalidRequest` if memory is short."""
+        """Return flat uint8 [num_bytes] like `staging`, to convert dtypes. Raises `InvalidRequest` if memory is low."""
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
@@ -66,7 +66,7 @@ class EndpointFactory(Protocol):
 @final
 class _InProcess:
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Return True if the backend can deliver into `staging`: NCCL goes from GPU to GPU."""
+        """Return True if the backend can deliver into `staging`: NCCL delivers only from GPU to GPU."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -101,7 +101,7 @@ def joined(request: InitProcessGroupRequest) -> Any:
     )
 
 
-#: The most joins that may wait for their peers at once; each has a thread.
+#: Maximum number of joins that may wait for their peers at the same time; each join has a thread.
 _MOST_JOINING: Final = 16
 
 
@@ -116,7 +116,7 @@ class _Membership:
         return self.joining.done() and self.joining.exception() is None
 
     def leave(self) -> None:
-        """Leave the membership. A join cannot be interrupted, so an unfinished one is closed when it has formed."""
+        """Leave the membership. A join cannot be interrupted, so an unfinished join is closed once it has formed."""
         self.usable = False
         self.close_if_left()
 

@@ -57,7 +57,7 @@ class IncomingUpdate:
 
     Attributes:
         request: the PREPARE that requested it.
-        sender, unblock: the sender, and the event that ends a wait for it, for error messages.
+        sender, unblock: for error messages, the sender's name, and the event that would end a wait for the sender.
         received: the outcome.
         give_up: ends the transfer as early as possible; called when it is no longer needed, and after a failure.
     """

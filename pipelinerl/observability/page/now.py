@@ -151,7 +151,7 @@ def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
 
 
 def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
-    """Return the seconds of the steps by activity; verification and update pauses overlap with other activities."""
+    """Return how many seconds the steps spent in each activity; verification and update pauses overlap with others."""
     stepping = sum(number(step, "step_s") or 0.0 for step in steps)
     waited = sum(number(step, "wait_s") or 0.0 for step in steps)
     wall = stepping + waited

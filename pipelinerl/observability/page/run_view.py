@@ -57,7 +57,7 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Labels of frequent kinds of events, of which only the count since the last step is kept.
+#: Labels of frequent kinds of events. Such events are not kept, only counted since the last step.
 _COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 

@@ -61,7 +61,8 @@ class ChromeTrace:
     _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
     _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
-    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # by track, the end of its last span in µs
+    # By track, the time (µs) at which its last span ends.
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)
     # By version, a time (µs) within the span of the version's step.
     _steps: dict[int, int] = field(default_factory=dict)
     # By version, a time (µs) within the span of each of its publications.

@@ -33,7 +33,7 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Maximum numbers: of marks that are kept, and of marks, groups and points that are drawn in one window.
+#: Maximum number of marks that are kept (`_MARKS`), and of marks, groups and points that are drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256
@@ -110,7 +110,7 @@ def _merged(
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True for each span that begins a row
+    alone = np.ones(starts.size, bool)  # true for each span that begins a row of the result
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1

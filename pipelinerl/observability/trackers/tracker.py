@@ -171,7 +171,7 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 
 @final
 class TensorBoardTracker:
-    """Writes TensorBoard event files into one directory, each metric exactly once; leaves other files there alone.
+    """Writes TensorBoard event files into one directory, each metric exactly once; other files there stay unchanged.
 
     Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
     that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
@@ -264,7 +264,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 @final
 class TrackioTracker:
-    """One run of trackio: with a bookmark, the newest run of this name is continued, otherwise a new run is made.
+    """One run of trackio: the newest run of this name if there is a bookmark, otherwise a new run.
 
     trackio cannot delete rows. After a resume from a checkpoint, the first rows of repeated steps and evaluations stay,
     and new ones are not logged. After a kill, the rows of the last half second may be logged twice. The bookmark holds

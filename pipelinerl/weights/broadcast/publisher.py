@@ -96,7 +96,7 @@ class BroadcastPublisher:
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
-        """Create the publisher. `host` is an address of this machine that engines can reach; None: it is detected."""
+        """Create the publisher. `host` is this machine's address for engines; None detects it."""
         self._control = control
         self._preparation = Preparation(control)
         self._host = host

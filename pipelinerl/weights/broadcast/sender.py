@@ -53,7 +53,8 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send the weights and return their digest; without a group, only hash. `pieces_key` announces the layout.
+        """Send the weights and return their digest; without a group, only hash. `pieces_key` is the store's key for
+        announcing the pieces.
 
         Raises UpdateError if the trainer deviates from its layout or a rank left; DeadlineError if a rank takes no
         piece for `silence_s`, or has not taken all pieces by `deadline` (monotonic seconds).
@@ -123,8 +124,8 @@ def packed(
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Slice numpy arrays: models have over ten thousand parameters, and slicing a tensor costs several times as
-        # much.
+        # Slice numpy arrays: models have over ten thousand parameters, and slicing a tensor takes several times as
+        # long.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))

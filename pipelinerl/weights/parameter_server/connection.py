@@ -50,7 +50,7 @@ Answer = TypeVar("Answer", bound=Wire)
 
 @final
 class ServerClient:
-    """A connection that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
+    """A connection to a server that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
 
     def __init__(self, url: str, *, token: str | None) -> None:
         self.url = url
@@ -261,7 +261,8 @@ class ServerState(Wire):
     saved: Key | None
 
 
-#: Bytes fetched per HTTP request: enough for a small overhead, few enough that parallel streams end at the same time.
+#: Bytes fetched per HTTP request: enough to keep the overhead small, few enough that parallel streams end about
+#: together.
 HTTP_PART_BYTES: Final = 8 * 2**20
 #: Bytes per copy from shared memory: few enough to be hashed while they are still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20

@@ -181,7 +181,7 @@ class ParameterServer:
             self._saving = asyncio.create_task(self._save(self._store))
 
     async def _save(self, store: SnapshotStore) -> None:
-        """Save the newest version, and any newer one that has appeared. After a failure, wait for the next version."""
+        """Save the newest version; repeat if a newer one has appeared. After a failure, wait for the next version."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
             snapshot = VersionSnapshot(

@@ -110,7 +110,7 @@ class Attachments:
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """Return the segment at `address` of `server`, mapped; unmap segments of the server's earlier processes."""
+        """Return the mapped segment at `address` of `server`; unmap segments of the server's earlier processes."""
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
         attached = alive.pop(address.name, None) or Attachment.to(address, self._access)

@@ -300,12 +300,12 @@ class ShardWriter:
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Write what `record` announced into `target`, the server's memory, or by PUT if `target` is None."""
+        """Write the bytes of `record`'s shard into `target`, the server's memory, or by PUT if `target` is None."""
         self.target: Final = target
         self._client = client
         self._record = record
         self._deadline = deadline
-        # A single shard is the whole version; its digest is computed by the sender.
+        # a single shard is the whole version, whose digest the sender computes
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None

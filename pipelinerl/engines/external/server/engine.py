@@ -26,7 +26,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 #: Environment variable for the server's own API key, because a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
-#: Builds the client of a server from the connection, the model's layout and the shared staging buffer.
+#: Function that builds the client of a server from the connection, the model's layout and the shared staging buffer.
 Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 

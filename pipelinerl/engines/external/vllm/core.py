@@ -61,7 +61,7 @@ _PAUSES: Final = {
 
 @final
 class VllmCore:
-    """A running vLLM core; satisfies `EngineCore`. If its process has died, all but `close` raise `EngineDeadError`."""
+    """A running vLLM core; satisfies `EngineCore`. If its process died, all but `close` raise `EngineDeadError`."""
 
     def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
         self._client = client

@@ -178,7 +178,7 @@ class WorkerEndpoint:
         return answer
 
     def close(self) -> None:
-        """Leave the group. An order in progress ends only with the worker, which may still write."""
+        """Leave the group. A worker that is executing an order may still write until the worker ends."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)

@@ -39,10 +39,11 @@ _LEAST_LENGTH: Final = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The few shapes that an engine runs, since XLA compiles a program for each shape. Sizes are ascending.
+    """The few sizes to which an engine rounds up, since XLA compiles a program for each shape. Sizes are ascending.
 
-        rows of a step      16, 32, 64, … slots
-        lengths             128, 256, 512, … context: of a step's attention, a padded prompt, a copy
+        rows of a step      16, 32, 64, …, up to the number of slots
+        lengths             128, 256, 512, …, up to the context: the length of a step's attention, of a padded prompt,
+                            or of a copy between rows
         prompts at once     1, 4, 16, … for each of `lengths`, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.

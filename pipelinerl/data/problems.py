@@ -1,4 +1,4 @@
-"""Opening of the problem source that a recipe names: a registered source, or a user's function.
+"""Functions that open the problem source that a recipe names: a registered source, or a user's function.
 
 To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
 user's source is a function in the user's file that takes the recipe's `parameters` and returns problems:

@@ -1,4 +1,4 @@
-"""OpenAI's API on a loopback address of the actor's process, for the agents of its episodes.
+"""The gateway, which serves OpenAI's API on a loopback address of the actor's process to the agents of its episodes.
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 

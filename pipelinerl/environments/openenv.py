@@ -1,4 +1,4 @@
-"""Episodes against an OpenEnv server, over its WebSocket; OpenEnv's own package is not needed.
+"""Episodes played on an OpenEnv server, over its WebSocket; OpenEnv's own package is not needed.
 
     {"type": "reset", "data": {"seed": 7}}       ─▶  {"type": "observation", "data": {"observation", "reward", "done"}}
     {"type": "step", "data": {"word": "crane"}}  ─▶  the same, or {"type": "error", "data": {"code", "message"}}

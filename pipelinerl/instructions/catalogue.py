@@ -1,4 +1,4 @@
-"""The instructions by id, their scoring, and the parser of a problem's instructions. It reads four layouts:
+"""The instructions by id, their scoring, and the parser of a problem's instructions. The parser reads four layouts:
 
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
     instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]      IFEval's own; null means absent

@@ -1,4 +1,4 @@
-"""`RunHistory`: a run's events by kind, as used by the report, the picture and the summary.
+"""`RunHistory`: a run's events by kind, as used by the report, the charts and the summary.
 
 A resumed run may take a step twice; then the later event counts. Events of a kind are in the order of steps.
 """

@@ -141,7 +141,8 @@ def _is_own_name(host: bytes) -> bool:
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     """Return the response that rejects a body unless it is uncompressed JSON; None if the body is acceptable.
 
-    Browsers send a preflight request before a web page of another origin can send JSON, but none before HTML forms.
+    Only JSON is accepted, because a browser sends a preflight request before it lets a web page of another origin send
+    JSON, but none before it sends an HTML form.
     """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
@@ -385,7 +386,8 @@ class HeartbeatRoute:
             work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
         except ClientDisconnect:
             return
-        except msgspec.ValidationError as error:  # its message names the expected type and path, never the content
+        # The error's message names the expected type and path, never the content.
+        except msgspec.ValidationError as error:
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
         # Malformed JSON may raise any of these three exceptions.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""User code by reference: `package.module:attribute` or `path.py:attribute`, loaded in the process that uses it.
+"""Loads user code by reference, `package.module:attribute` or `path.py:attribute`, in the process that uses it.
 
 A file is loaded once per process, under a private module name derived from its path, so files of the same name do not
 collide. During the import its folder is first on `sys.path`, as for a script, and afterwards last, for imports inside

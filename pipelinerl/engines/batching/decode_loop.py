@@ -62,7 +62,7 @@ class DecodeLoop:
 
     Args:
         load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
-        scheduler: builds the scheduler of a runner.
+        scheduler: builds the scheduler for a runner.
         deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 

@@ -1,4 +1,4 @@
-"""`SampleLoop`: the interface between requests and the component that samples them.
+"""`SampleLoop`: the interface of the component that samples answers to requests.
 
 `DecodeLoop` is this project's own loop. An engine that batches by itself (vLLM) brings its own loop and gets chat,
 streaming, text, stop strings and weight updates from `BatchingEngine`. A loop runs on its own thread and gives the

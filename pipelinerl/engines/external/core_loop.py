@@ -365,7 +365,7 @@ class CoreLoop:
         self._send(self._begin(request))
 
     async def _begin(self, request: Request) -> None:
-        """Begin a request's samples once the core is not paused, so that each begins with a single, known version."""
+        """Begin a request's samples once the core is not paused, so that all begin with the same, known version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
             # The salt keeps prompts from reusing a cache that older weights filled. The exception is a sample that

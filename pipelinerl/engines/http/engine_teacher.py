@@ -1,4 +1,4 @@
-"""`EngineTeacher`: log-probs of given tokens from an engine of the contract, in place of a model in the trainer.
+"""`EngineTeacher`: gets a teacher's log-probs of given tokens from an engine, instead of a model in the trainer.
 
 | waits for | unblocked by |
 |---|---|

@@ -1,4 +1,4 @@
-"""`OpenAIServer`: text answers from any server that offers OpenAI's chat completions API.
+"""`OpenAIServer`: a client for text answers from any server that offers OpenAI's chat completions API.
 
 It sends only OpenAI's own fields, and requests one sample at a time, since not all servers support `n`. If the server
 is busy or unreachable, a call is retried with the same seed until its deadline. The error for a rejected request names

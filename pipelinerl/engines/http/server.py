@@ -1,4 +1,4 @@
-"""`create_app`: the inference contract over HTTP, in front of any `Engine`.
+"""`create_app`: an HTTP application that serves the inference contract for any `Engine`.
 
 Every error response has OpenAI's error shape, and none repeats the request's body. Every route is behind
 `http_service`'s guard. A client that disconnects cancels its request.

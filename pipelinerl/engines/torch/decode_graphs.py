@@ -1,4 +1,4 @@
-"""`DecodeGraphs`: a decode step, forward and sampling, as CUDA graphs.
+"""`DecodeGraphs`: runs a decode step (forward pass and sampling) as a CUDA graph.
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
 run them. A graph launches all kernels in one call. The graph's tensors have fixed addresses, so there is one graph for

@@ -91,7 +91,7 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Return whether `model` belongs to the family and uses only what this forward computes."""
+        """Return whether `model` belongs to the Llama family and uses only what this forward computes."""
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return False
         rope = getattr(model.config, "rope_parameters", None) or {}

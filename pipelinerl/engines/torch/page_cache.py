@@ -1,4 +1,4 @@
-"""`PageCache`: keys and values in blocks, behind the two methods that transformers' models call.
+"""`PageCache`: a cache of keys and values in blocks, with the two methods that transformers' models call.
 
 A model calls `update` per layer and gets back the keys and values to attend to; `attention` then attends. A plan, set
 before each forward, says how the forward uses the cache:

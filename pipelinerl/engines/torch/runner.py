@@ -133,7 +133,7 @@ class TorchRunner:
         self._begin([state.row for state in states if state.position == 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
+        """Move whole rows; no row is both a source and a target. The blocks of the rows are not copied."""
         self._rows.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._table.release(target, 0)

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens: one forward of the model's own modules over a whole prompt, apart from the cache."""
+"""Log-probs of given tokens: one forward of the model's own modules over a whole prompt, without the KV cache."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers do."""
+    """Return the layout of the model's parameters, with tied parameters once, under the first name, as in trainers."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))

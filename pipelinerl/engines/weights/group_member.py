@@ -245,7 +245,7 @@ class GroupMember:
             )
 
     def endpoint(self) -> tuple[GroupEndpoint, Callable[[], None]]:
-        """Return the joined endpoint, and the function that leaves it for good; `check` must have passed."""
+        """Return the joined endpoint, and the function that leaves it for good. Call `check` first."""
         assert self._membership is not None
         return self._membership.joining.result(), self._membership.leave
 

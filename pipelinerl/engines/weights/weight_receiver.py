@@ -133,7 +133,7 @@ class _Update:
 
 @final
 class WeightReceiver:
-    """The contract's two weight routes; every method runs on one event loop."""
+    """Implements the contract's two weight routes for an engine; every method runs on one event loop."""
 
     def __init__(
         self, target: WeightTarget, *, pull: PullSource | None = None, endpoints: EndpointFactory = IN_PROCESS

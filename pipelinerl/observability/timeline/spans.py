@@ -222,7 +222,7 @@ class SpanReader:
         version = _whole(event, "model_version")
         yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
         pauses = event.get("pauses_s")
-        if not isinstance(pauses, Mapping):  # an old log without pauses per engine: assume that all were updated
+        if not isinstance(pauses, Mapping):  # an old log has no pauses per engine; assume that all engines were updated
             pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
         for url, pause_s in pauses.items():
             yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)

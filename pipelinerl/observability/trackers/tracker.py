@@ -314,7 +314,7 @@ _WANDB_VERSION: Final = "eval/version"
 
 @final
 class WandbTracker:
-    """One run of W&B, online or offline. The bookmark holds its id and the newest logged step.
+    """One run of W&B, online or offline. The bookmark holds the run's id and the newest logged step.
 
     - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
       steps. Rows that are logged again after a kill are dropped, too.

@@ -117,7 +117,10 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` under `key` to the store; ranks `expect` this key. Raises UpdateError if the store is gone."""
+        """Write `text` under `key` to the store, where other ranks wait for it with `expect`.
+
+        Raises UpdateError if the store is gone.
+        """
         try:
             self._store.set(key, text)
         except RuntimeError as error:

@@ -194,9 +194,9 @@ class BroadcastPublisher:
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
         """Raise the generation and return True, if engines rejected it because they had joined a higher generation."""
-        # No later trainer made the higher generation, or engines would report a later epoch; so it was a mistake and
-        # may be exceeded. The generation is raised once per publication. An engine that then reports yet another
-        # generation is dropped.
+        # A later trainer cannot have made the higher generation, because engines would then report its epoch. The
+        # number is therefore invalid, and this trainer may go above it. The generation is raised once per publication.
+        # An engine that then reports yet another generation is dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False
@@ -337,7 +337,7 @@ class BroadcastPublisher:
         return sending.result()
 
     async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
-        # With `drain`, an engine answers only after its sequences have ended, so it may be silent for longer.
+        # In mode `drain`, an engine answers only after its sequences have ended, so it may be silent for longer.
         drains = progress.publication.on_update is OnUpdate.DRAIN
         patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)

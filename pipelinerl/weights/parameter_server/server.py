@@ -224,7 +224,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
     _add_versions(app, server)
-    # Routes as instances, which Starlette treats as ASGI applications, move bytes without a request object.
+    # These routes are instances, which Starlette treats as ASGI applications; they move bytes without a request object.
     app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
     app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
     app.add_exception_handler(ContractError, _refused)

@@ -333,7 +333,10 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`; the future has its verified digest. `whole` is the version's digest."""
+        """Seal the shard after the last `put`; return a future of the shard's verified digest.
+
+        `whole` is the digest of the whole version.
+        """
         last = self._last
 
         def seal() -> str:

@@ -1,4 +1,5 @@
-"""`ServerCore`: an unmodified inference server that the user runs, as an `EngineCore`. A `ServerApi` talks to it.
+"""`ServerCore`: an `EngineCore` over an unmodified inference server that the user runs; a `ServerApi` talks to the
+server.
 
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server

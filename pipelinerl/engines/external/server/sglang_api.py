@@ -1,4 +1,4 @@
-"""`SglangServerApi`: a stock SGLang server, through its native `/generate` and its weight-update routes.
+"""`SglangServerApi`: the client of a stock SGLang server, over its native `/generate` and weight-update routes.
 
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 

@@ -1,4 +1,4 @@
-"""`WorkerEndpointFactory`: an engine's endpoint in the weight group, served by the worker that has the device.
+"""`WorkerEndpointFactory`: joins weight groups for an engine through endpoints in the worker that has the device.
 
     engine's process                                   worker
       WorkerEndpoint ── orders: join, receive [a, b) ──▶ a thread ── Collective ── rank 0, gloo or NCCL

@@ -158,8 +158,8 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and wait until it answers; do nothing if it already answers, and let a killed server exit
-        first.
+        """Start the server and wait until it answers. Do nothing if it already answers; if it was killed, wait for its
+        exit.
 
         Raises:
             UserError: no server program is installed.

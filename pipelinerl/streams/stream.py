@@ -90,7 +90,8 @@ class Stream(Protocol):
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
         """Claim up to `count` entries: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
-        Wait up to `block_s` for the first. The group is created at the stream's beginning on demand.
+        Wait up to `block_s` for the first. A group that does not exist is created, and begins at the stream's first
+        entry.
         """
         ...
 

@@ -557,7 +557,10 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Push the text of `prefix` into the window `text`; return why no token can follow the prefix, or ""."""
+    """Push the text of `prefix` into the window `text`.
+
+    Return the reason why no token can follow the prefix, or "" if a token can follow.
+    """
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

@@ -166,7 +166,7 @@ class PartialAnswer:
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add a chunk; return False if its epoch is not that of the answer. Raises `EngineUnreachable` if malformed."""
+        """Add a chunk; return False if its epoch is not the answer's. Raises `EngineUnreachable` if malformed."""
         if self._last is not None and chunk.epoch != self._last.epoch:
             return False
         if self._prompt is None:
@@ -252,7 +252,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens for which `passed_over` is false, or None."""
+        """Return the engine with the fewest outstanding tokens, except engines that are `passed_over`, or None."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
@@ -435,7 +435,11 @@ class EnginePool:
         )
 
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
-        """Return `engine`, or the least busy engine that no request reserves; None while all candidates are suspect."""
+        """Return `engine` if it is given, otherwise `near` or the least busy engine; None while no engine can be used.
+
+        An engine cannot be used while it is suspect or reserved by another request, or after it has rejected this
+        request.
+        """
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
         able = self._known & {engine} if engine else self._serving

@@ -233,7 +233,7 @@ async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
 
 
 class _Refusals:
-    """Middleware that converts contract errors to responses; paths that are not `served` go to `app`.
+    """Middleware that converts contract errors to responses; requests for routes that are not in `served` go to `app`.
 
     A disconnected client gets no response. If shutdown cancels a request before its response has begun, the response
     directs the client to another engine.

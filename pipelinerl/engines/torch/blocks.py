@@ -139,7 +139,7 @@ class BlockTable:
         return True
 
     def release(self, row: int, num_tokens: int) -> None:
-        """Free a row's blocks, of which the first `num_tokens` tokens are computed; indexed blocks are kept."""
+        """Free the blocks of a row whose first `num_tokens` tokens are computed; indexed blocks are kept."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
         for block in reversed(own.blocks):  # reversed, so that a sequence's later blocks are evicted first

@@ -151,7 +151,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """The part of `DecodePlan` that does not depend on positions, for a state of the table and of duplicate rows."""
+    """The part of `DecodePlan` that does not depend on positions.
+
+    It stays valid while the block table and the duplicate rows do not change.
+    """
 
     changes: int
     key: tuple[int, bytes]

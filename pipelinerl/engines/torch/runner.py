@@ -211,7 +211,7 @@ class TorchRunner:
         return self._table.begin(prefill.rows, tokens, reuses=reuses)
 
     def _fill(self, batch: Sequence[Prefill], start: int = 0) -> int:
-        """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
+        """Compute the prompts together from position `start`; return the padded length of a prompt."""
         lengths = [len(prefill.token_ids) for prefill in batch]
         longest = max(lengths) - start
         if self._graphs is not None:  # pad a single token, which torch would compile separately

@@ -48,7 +48,7 @@ class GroupEndpoint(Protocol):
 
 
 class EndpointFactory(Protocol):
-    """Factory of an engine's endpoints, in a process that can reach its staged weights: by default the engine's own."""
+    """Factory of an engine's endpoints, in a process that can reach its staged weights, by default its own process."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Return True if groups of `backend` can deliver bytes into `staging`."""
@@ -148,7 +148,7 @@ class GroupMember:
         return request.generation not in self._spent and request.generation > max(begun, default=-1)
 
     async def join(self, request: InitProcessGroupRequest, *, epoch: int = 0) -> ProcessGroupStatus:
-        """Join, or wait for the join that the same request has begun; `epoch` is the latest known to the engine.
+        """Join, or wait for the join that the same request has begun; `epoch` is the latest that the engine knows.
 
         Raises:
             StaleGeneration: a later membership has formed, or this one has failed or was left.

@@ -89,7 +89,7 @@ class StepTable:
 
     @property
     def figures(self) -> list[str]:
-        """Names of the metrics: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
+        """Names of the metrics, such as `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
         return sorted(self._columns)
 
     @property

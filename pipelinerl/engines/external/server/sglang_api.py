@@ -121,7 +121,10 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return an event's new tokens, the last ones in its list: the list may repeat the `known` earlier tokens."""
+        """Return the new tokens of an event: the last ones of its list.
+
+        The list may also contain the `known` tokens of earlier events.
+        """
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]

@@ -16,7 +16,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import BYTES, ModelShape
 from trainer_contract.types import WeightDType
 
-#: Most padded tokens of one prefill forward of the torch engine.
+#: Maximum number of padded tokens in one prefill forward pass of the torch engine.
 PREFILL_TOKENS: Final = 16384
 #: Bytes per logit of a decode step: the sampler's fp32 copies, the fp64 sums and the sort of top-p (64), and what a
 #: captured CUDA graph, which samples without top-p, keeps (24).

@@ -75,7 +75,10 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
+    """Interface of a user's environment: one object per conversation, constructed with `environment_options`.
+
+    Methods may be `async`.
+    """
 
     def reset(self, task: Task, seed: int) -> Any:
         """Begin the conversation: return its first messages (or one, or a text), or None for the task's."""

@@ -282,7 +282,10 @@ class OpenEnvSession:
 
 @final
 class Actions:
-    """The fields of a server's actions, by JSON schema. Raises `ReferenceFailed` if there is no field `chosen`."""
+    """The fields of a server's actions, read from their JSON schema.
+
+    Raises `ReferenceFailed` if no field is named `chosen`.
+    """
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}

@@ -37,7 +37,10 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a table row per domain and tag, with the columns `GROUPS_HEAD`, from the last evaluation with any."""
+    """Return a table row per domain and tag, with the columns `GROUPS_HEAD`.
+
+    The rows come from the last evaluation that reports domains or tags.
+    """
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []

@@ -184,7 +184,7 @@ class LimitedConnection:
         self._timer = None
         if self._http.transport.is_closing():
             return
-        if not self._is_answered:  # the previous request is still being processed, so give the next one more time
+        if not self._is_answered:  # the previous request is still being processed, so give the client more time
             self._arm()
         elif self._stage is _Stage.HEAD:
             self._refuse(408, "headers_too_slow", f"the headers must arrive within {HEAD_TIMEOUT_S:g} s")

@@ -70,7 +70,7 @@ class Preparation:
     async def prepare(
         self, url: str, layout: WeightLayout, request: Callable[..., WeightUpdateRequest]
     ) -> WeightUpdateResponse:
-        """Send the PREPARE that `request` builds; `request` has one of the arguments `layout` and `layout_id`."""
+        """Send the PREPARE that the function `request` returns; its argument is either `layout` or `layout_id`."""
         if self._knows.get(url) == layout.layout_id:
             try:
                 return await self._control.request_weight_update(url, request(layout_id=layout.layout_id))

@@ -134,7 +134,7 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """Record that weights of `version` sample all tokens from the next one on."""
+        """Record that the weights of `version` sample the next token and all later ones."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 

@@ -300,7 +300,7 @@ class CoreLoop:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        finally:  # runs after the core's death too, which threading's excepthook reports
+        finally:  # this also runs after the core's death, which threading's excepthook reports
             self._end()
 
     async def _serve(self) -> None:

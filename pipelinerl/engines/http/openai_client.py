@@ -25,7 +25,7 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 #: HTTP statuses after which the request is retried, because the server's state causes them, not the request.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-#: Most characters of a server's error text to quote.
+#: Maximum number of characters to quote of a server's error text.
 _QUOTED_CHARS: Final = 300
 #: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31

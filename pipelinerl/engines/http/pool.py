@@ -383,7 +383,8 @@ class EnginePool:
         outstanding tokens than the least busy engine. `begun` is called whenever a try starts without earlier tokens.
 
         Raises:
-            ContractError: every serving engine has rejected the request; this is the last engine's error and names it.
+            ContractError: every serving engine has rejected the request; this is the last engine's error, which names
+                the engine.
             EngineUnreachable: `engine` is neither serving nor finishing.
             DeadlineError: no engine answered in time; the message names the last failure.
         """

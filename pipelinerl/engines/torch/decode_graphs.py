@@ -114,7 +114,8 @@ def padded_rows(count: int, most: int) -> int:
 
 
 def _pinned(fields: int, rows: int) -> Tensor:
-    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # fp64 holds token ids and f32 exactly
+    # Fp64 represents token ids and f32 values exactly.
+    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)
 
 
 def _on_device(fields: int, rows: int) -> Tensor:

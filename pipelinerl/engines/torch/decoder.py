@@ -62,7 +62,7 @@ class _Layer:
 
 @final
 class LlamaForward:
-    """The forward of one model; only for models that `fits` accepts."""
+    """The module-free forward pass of one model; only for models that `fits` accepts."""
 
     def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model

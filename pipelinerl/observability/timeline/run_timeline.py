@@ -194,7 +194,10 @@ class RunTimeline:
                 self._groups.add(drawn)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """Return the data to draw [start, end] (seconds; None: the run's start or end) with a width of `points`."""
+        """Return the data to draw the interval [start, end] at a width of `points`.
+
+        `start` and `end` are in seconds; None means the run's start or end.
+        """
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)

@@ -49,7 +49,10 @@ def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str
 
 @final
 class Mixture:
-    """A weighted mixture of domains. It chooses problem i's domain by quota; the problem is number i of that source."""
+    """A weighted mixture of domains.
+
+    It chooses the domain of problem i by quota, and takes problem i of that domain's source.
+    """
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
         """Create the mixture; `quota` is the default for calls that give no quota."""

@@ -352,7 +352,10 @@ class SampleIndex:
         groups["there"] &= groups["file"] != self._files.known(file)
 
     def _make_room(self) -> None:
-        """Once there are twice as many samples as the limit or half of the groups are gone, drop the oldest ones."""
+        """Drop the oldest samples beyond the limit.
+
+        Do nothing until there are twice as many samples as the limit, or half of the groups were removed.
+        """
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2
         if len(samples) < 2 * self.most and not gone:

@@ -197,7 +197,7 @@ _PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
 
 
 class _Operation(NamedTuple):
-    """An operation on x and a constant n, in words, as code and as a function; `{0}` stands for x and `{1}` for n."""
+    """An operation on x and a constant n, as words, code and a function; `{0}` stands for x and `{1}` for n."""
 
     words: str
     code: str

@@ -49,7 +49,10 @@ def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str
 
 @final
 class Mixture:
-    """A weighted mixture of domains. It chooses problem i's domain by quota, and takes problem i of its source."""
+    """A weighted mixture of domains.
+
+    It chooses the domain of problem i by quota, and takes problem i of that domain's source.
+    """
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
         """Create the mixture; `quota` is the default for calls that give no quota."""
@@ -59,7 +62,8 @@ class Mixture:
         self._domains = tuple(domains)
         self._seed = seed
         self._quota = quota
-        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # latest block and its order
+        # The latest block (with its quota), and the order of its problems.
+        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])
 
     def domain(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Domain:
         """Return the domain of problem `index`. `weights` (by domain name, not all 0) replace the domains' weights."""
@@ -70,7 +74,7 @@ class Mixture:
         first = (rng.key(self._seed, "quota", quota.since) / 2**63 + block * _GOLDEN) % 1.0
         mark = (self._places(quota, block)[place] + first) / quota.size * cumulative[-1]
         chosen = min(bisect.bisect_right(cumulative, mark), len(shares) - 1)
-        while shares[chosen] == 0.0:  # rounding may lead past the last domain with a positive share
+        while shares[chosen] == 0.0:  # rounding errors may select a domain behind the last one with a positive share
             chosen -= 1
         return self._domains[chosen]
 
@@ -81,7 +85,7 @@ class Mixture:
         return self.domain(index, weights, quota).source.problem(index + ahead)
 
     def _places(self, quota: Quota, block: int) -> list[int]:
-        """Return, for each problem of a block, the number of the point that decides its domain."""
+        """Return, for each problem of a block, the index of the point on the line that decides its domain."""
         if self._permutation[0] != (quota, block):
             noise = rng.generator(self._seed, "quota", quota.since, block)
             self._permutation = (quota, block), noise.permutation(quota.size).tolist()

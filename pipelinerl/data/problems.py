@@ -1,4 +1,4 @@
-"""Opening of the problem source that a recipe names: a registered source, or a user's function.
+"""Functions that open the problem source that a recipe names: a registered source, or a user's function.
 
 To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
 user's source is a function in the user's file that takes the recipe's `parameters` and returns problems:
@@ -148,7 +148,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], reque
             f"{request.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
             f"object with a method problem(index); got {made!r:.80}"
         )
-    rows: Any = made  # not copied into a list, since a data set may build its rows on demand
+    rows: Any = made  # a sequence is not copied into a list, since a data set may build its rows on demand
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:

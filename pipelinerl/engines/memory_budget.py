@@ -1,4 +1,4 @@
-"""`EngineBudget`: what a GPU must hold besides an engine's weights, and whether it fits, as a pure function of sizes.
+"""`EngineBudget`: computes from sizes alone what a GPU must hold besides an engine's weights, and whether it fits.
 
 The first update allocates a second copy of the weights. This memory is therefore reserved before the cache is sized,
 together with the workspaces of a prefill and of a decode step. The paged cache takes what is left, and at least one
@@ -16,7 +16,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import BYTES, ModelShape
 from trainer_contract.types import WeightDType
 
-#: Most padded tokens of one prefill forward of the torch engine.
+#: Maximum number of padded tokens in one prefill forward pass of the torch engine.
 PREFILL_TOKENS: Final = 16384
 #: Bytes per logit of a decode step: the sampler's fp32 copies, the fp64 sums and the sort of top-p (64), and what a
 #: captured CUDA graph, which samples without top-p, keeps (24).
@@ -72,7 +72,7 @@ class EngineBudget:
 
     @property
     def least(self) -> int:
-        """The least bytes besides the serving weights with which the engine can run: a cache for one sequence."""
+        """The minimum number of bytes that the engine needs besides its weights, with a cache for one sequence."""
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:

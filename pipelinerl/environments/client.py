@@ -34,7 +34,7 @@ class ConversationOver(ChatRefused):
 @final
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One answer of the model; the next request repeats its `message`."""
+    """One answer of the model; to continue the conversation, send its `message` in the next request."""
 
     message: Mapping[str, Any]
     finish_reason: str
@@ -60,7 +60,7 @@ class EpisodeClient:
     """One agent's access to the model in one episode."""
 
     def __init__(self, session: aiohttp.ClientSession, *, base_url: str, api_key: str) -> None:
-        """Create a client; `base_url` ends with `/<agent's name>/v1`."""
+        """Create a client; `base_url` must end with `/<agent's name>/v1`."""
         self._session = session
         self.base_url = base_url
         self.api_key = api_key

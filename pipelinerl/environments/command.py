@@ -55,7 +55,8 @@ class Commands:
         try:
             async with asyncio.timeout(timeout_s):
                 status = await process.wait()
-                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)  # a child of the program may keep stderr open
+                # Limit the wait: a child process of the program may keep stderr open.
+                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)
         finally:
             copying.cancel()
             await to_its_end(_end(process))

@@ -75,10 +75,13 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
+    """Interface of a user's environment: one object per conversation, constructed with `environment_options`.
+
+    Methods may be `async`.
+    """
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Begin the conversation: return its first messages, one message, a text, or None for the task's messages."""
+        """Begin the conversation: return its first messages (or one, or a text), or None for the task's."""
         ...
 
     def step(self, answer: Any) -> Any:
@@ -91,7 +94,7 @@ class Environment(Protocol):
 
 
 class History(StrEnum):
-    """Origin of the tokens of earlier turns when a conversation continues."""
+    """The form in which earlier turns are given to the model when a conversation continues."""
 
     EXACT = "exact"
     """The sampled tokens themselves: thinking stays in the context."""

@@ -7,8 +7,8 @@ answer of the model are already known. The engine continues these tokens with th
 
 Each sampled token is recorded once. The controller's `PromptOrder`, which requests the episode, overrides an agent's
 sampling parameters; an agent can only lower the token limit. An answer is abandoned if its agent repeats the request
-without reading the answer. A segment is a run of turns that share their tokens. A new one begins where the history
-differs from the sampled one, or where the chat template renders earlier turns differently.
+without reading the answer. A segment is a run of turns that share their tokens. A new segment begins where the history
+that an agent sends differs from the sampled history, or where the chat template renders earlier turns differently.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class Episode:
     ) -> PlannedTurn:
         """Plan a turn: convert a request of `agent` to a request for the engine.
 
-        After calls of the recipe's tools, the gateway repeats the request with their results. `within` is then the plan
-        of the agent's own request.
+        After calls of the recipe's tools, the gateway repeats the request with the results of the calls. `within` is
+        then the plan of the agent's original request.
 
         Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
@@ -244,7 +244,8 @@ class Episode:
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
                 if message.reasoning_content is not None:
-                    # The gateway put the thinking into this field for the agent; the chat template may not support it.
+                    # the gateway put the thinking into this field for the agent, and the chat template may not support
+                    # the field
                     messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results

@@ -1,4 +1,4 @@
-"""OpenAI's API on a loopback address of the actor's process, for the agents of its episodes.
+"""The gateway, which serves OpenAI's API on a loopback address of the actor's process to the agents of its episodes.
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 
@@ -60,7 +60,7 @@ class _Gone(Exception):
 @final
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
-    """An open episode, its sampler, and the address at which agents reach it."""
+    """An open episode, the function that samples its turns, and the address at which agents reach it."""
 
     episode: Episode
     sample: SampleTurn
@@ -176,7 +176,7 @@ async def _sampled(
             episode.over = f"the conversation has filled the context: {error.message}"
             raise
         except InvalidRequest:
-            raise  # reported to the agent, whose fault it is; the episode continues
+            raise  # the agent's request is invalid: it gets the error, and the episode continues
         except (ContractError, PipelineError) as error:
             opened.failure = error
             raise ContractError(f"no engine could answer: {error}") from error
@@ -188,7 +188,7 @@ async def _sampled_with_tools(
     """Sample answers and run their calls of the recipe's tools, until an answer calls none of them; return that answer.
 
     An answer that calls both the recipe's and the agent's tools is returned with only the latter calls. When the agent
-    continues, the results of the recipe's tools are inserted before its messages.
+    continues, the results of the recipe's tools are inserted before the agent's new messages.
     """
     own = body.get("tools") or ()
     names = names_of(own)

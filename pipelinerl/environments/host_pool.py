@@ -81,7 +81,7 @@ class _Host:
         return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
     def tell(self, **fields: Any) -> None:
-        if not self.writer.is_closing():  # else uvloop would raise RuntimeError; `listen` ends the host's episodes
+        if not self.writer.is_closing():  # writing to a closing stream would raise RuntimeError under uvloop
             self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
@@ -123,7 +123,7 @@ class EpisodeHosts:
 
     async def start(self) -> None:
         """Start a host, so that the first episode does not wait for the import of user code."""
-        with contextlib.suppress(HostLost):  # the first episode will report the failure
+        with contextlib.suppress(HostLost):  # the first episode will report a failure to start
             await self._free()
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:

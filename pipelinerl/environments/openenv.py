@@ -1,4 +1,4 @@
-"""Episodes against an OpenEnv server, over its WebSocket; OpenEnv's own package is not needed.
+"""Episodes played on an OpenEnv server, over its WebSocket; OpenEnv's own package is not needed.
 
     {"type": "reset", "data": {"seed": 7}}       ─▶  {"type": "observation", "data": {"observation", "reward", "done"}}
     {"type": "step", "data": {"word": "crane"}}  ─▶  the same, or {"type": "error", "data": {"code", "message"}}
@@ -123,7 +123,7 @@ class OpenEnv:
     async def _reply(
         self, session: OpenEnvSession, answer: ChatAnswer, actions: Actions, last: Observed
     ) -> tuple[list[dict[str, Any]], Observed]:
-        """Take an answer's actions; return the messages for the model (none without actions) and the observation."""
+        """Send an answer's actions; return messages for the model (none if there is no action) and the observation."""
         nothing = Observed(last.observation, None, last.done)
         if actions.are_calls:
             return await self._called(session, answer, nothing)
@@ -218,7 +218,8 @@ class OpenEnv:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
-        system = getattr(error, "os_error", None)  # preferred, since aiohttp's message repeats the address
+        # The system's message is preferred, since aiohttp's repeats the address.
+        system = getattr(error, "os_error", None)
         reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 
@@ -237,7 +238,7 @@ class OpenEnvSession:
         self._url = url
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Take an action and return the observation. Raises the errors of `exchange`."""
+        """Send an action and return the observation. Raises the errors of `exchange`."""
         return await self.exchange("step", action)
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -281,7 +282,10 @@ class OpenEnvSession:
 
 @final
 class Actions:
-    """Form of a server's actions, from their JSON schema. Raises `ReferenceFailed` if they have no field `chosen`."""
+    """The fields of a server's actions, read from their JSON schema.
+
+    Raises `ReferenceFailed` if no field is named `chosen`.
+    """
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
@@ -305,7 +309,7 @@ class Actions:
         return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"
 
     def of(self, text: str) -> dict[str, Any]:
-        """Parse the action in an answer. Raises `ValueError` with a message for the model."""
+        """Parse the text of an answer to an action. Raises `ValueError` with a message for the model."""
         if self._field is not None:
             return {self._field: text if self._is_text else _json_of(text, f"a value of {self._field}")}
         action = _json_of(text[text.find("{") : text.rfind("}") + 1], "one JSON object")

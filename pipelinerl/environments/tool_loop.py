@@ -39,9 +39,9 @@ class Tool(Protocol):
     """Name of the single argument."""
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """Return the text for the model, and whether the call failed by the model's fault.
+        """Return the text for the model, and True if the call failed by the model's fault.
 
-        Raises `PipelineError` for other failures.
+        Raises `PipelineError` if it failed for any other reason.
         """
         ...
 
@@ -71,9 +71,10 @@ class Toolbox:
         return [*self._offered, *own]
 
     async def result(self, call: ToolCall, known: str) -> tuple[ChatMessage, bool]:
-        """Run a call; return its result as a message, and whether it failed by the model's fault.
+        """Run a call; return its result as a message, and True if it failed by the model's fault.
 
-        `known` lists the agent's tools, for an error message. Raises `PipelineError` for other failures.
+        `known` lists the agent's tools, for an error message. Raises `PipelineError` if it failed for any other
+        reason.
         """
         name, tool = call.function.name, self._tools.get(call.function.name)
         if tool is None:

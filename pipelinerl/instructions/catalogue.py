@@ -1,4 +1,4 @@
-"""The instructions by id, their scoring, and the parser of a problem's instructions. It reads four layouts:
+"""The instructions by id, their scoring, and the parser of a problem's instructions. The parser reads four layouts:
 
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
     instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]      IFEval's own; null means absent
@@ -186,14 +186,14 @@ def _whole(value: Any) -> Any:
 
 
 class Matching(StrEnum):
-    """Strictness of the match; `loose` also accepts an answer if one of its `variants` follows the instruction."""
+    """Strictness of the check; mode `loose` also accepts an answer if one of its `variants` follows the instruction."""
 
     STRICT = "strict"
     LOOSE = "loose"
 
 
 class Score(StrEnum):
-    """Rule for the reward of an answer that follows some of its instructions."""
+    """Rule for the reward of an answer that follows some of its problem's instructions."""
 
     SHARE = "share"
     """The share of instructions that the answer follows."""
@@ -212,7 +212,8 @@ def followed(asked: Sequence[Asked], answer: str, matching: Matching = Matching.
 
 
 def variants(answer: str) -> list[str]:
-    """Return the texts that loose matching tries: the answer, also without its first or last line or both of them.
+    """Return the texts that loose matching tries: the answer as it is, without its first line, without its last line,
+    and without both.
 
     Each of these texts is also tried without asterisks.
     """

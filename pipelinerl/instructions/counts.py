@@ -68,7 +68,7 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: require a number of paragraphs, and a first word of the n-th."""
+    """`length_constraints:nth_paragraph_first_word`: require a number of paragraphs, and the n-th's first word."""
 
     num_paragraphs: Count
     nth_paragraph: Count
@@ -87,7 +87,7 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of paragraphs is right, and, ignoring case, the n-th one's first word."""
+        """Return whether the number of paragraphs is right and the n-th begins with the word, ignoring case."""
         paragraphs = [paragraph.strip() for paragraph in answer.split("\n\n") if paragraph.strip()]
         if len(paragraphs) != self.num_paragraphs:
             return False

@@ -45,7 +45,7 @@ class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: require a minimum of sections that begin with a word and a number."""
+    """`detectable_format:multiple_sections`: require a minimum number of sections with numbered headings."""
 
     section_spliter: Text
     num_sections: Count
@@ -118,7 +118,7 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`: require one of several answers, by default IFEval's."""
+    """`detectable_format:constrained_response`: require one of several given answers, by default IFEval's."""
 
     options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
 

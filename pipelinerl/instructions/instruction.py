@@ -83,7 +83,7 @@ def words(text: str) -> list[str]:
 
 
 def hyphenated_words(text: str) -> list[str]:
-    """Return the words of the text, where a word with an inner hyphen or apostrophe counts as one."""
+    """Return the words of the text; a word with an inner hyphen or apostrophe counts as one."""
     return _WORD_WITH_HYPHENS.findall(text)
 
 

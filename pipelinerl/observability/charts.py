@@ -18,7 +18,7 @@ from typing import Any
 from pipelinerl.observability.run_history import RunHistory, Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: Curves with more points are thinned to the minimum and maximum of each stretch, since more would not be visible.
+#: Curves with more points are thinned to the minimum and maximum of each short interval; more would not be visible.
 _MOST_POINTS = 600
 
 
@@ -34,7 +34,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series in a chart. `colour` n is the CSS variable `--sn`; `low` and `high` [n] bound its interval."""
+    """One series in a chart. `colour` n selects the CSS variable `--s<n>`; `low` and `high` [n] bound its interval."""
 
     series: Series
     label: str = ""
@@ -103,7 +103,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def compact(value: float) -> str:
-    """Format a number for an axis or a tile: 1.2M, 12.3k, 412, 3.5, 0.012."""
+    """Format a number briefly, for an axis or a summary tile: 1.2M, 12.3k, 412, 3.5, 0.012."""
     size = abs(value)
     for limit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= max(limit, 1e4) or (size >= limit and value % 100 == 0):
@@ -161,7 +161,7 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
 
 
 def _thinned(series: Series) -> list[tuple[float, float]]:
-    """Thin a long series to the minimum and maximum of each stretch, so that spikes stay visible."""
+    """Thin a long series to the minimum and maximum of each short interval, so that spikes stay visible."""
     points = list(zip(series.x, series.y, strict=True))
     if len(points) <= _MOST_POINTS:
         return points

@@ -20,7 +20,7 @@ GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "toke
 
 
 def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return the table rows for the headings `HEAD`: one row for each evaluation of one set."""
+    """Return a table row for each evaluation of one set, with the columns `HEAD`."""
     return [
         (
             f"{event['model_version']}",
@@ -37,7 +37,10 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a row per domain and tag for the headings `GROUPS_HEAD`, from the last evaluation that reports them."""
+    """Return a table row per domain and tag, with the columns `GROUPS_HEAD`.
+
+    The rows come from the last evaluation that reports domains or tags.
+    """
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []
@@ -118,7 +121,7 @@ def weights(event: Event) -> str:
 
 
 def note(event: Event) -> str:
-    """Return caveats of an evaluation, for readers: discarded answers, steps taken meanwhile, an early end."""
+    """Return caveats of an evaluation: discarded answers, steps taken while it ran, an early end."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
     parts = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):

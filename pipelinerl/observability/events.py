@@ -51,7 +51,7 @@ Event = dict[str, Any]
 
 
 def kind_of(event: Event) -> str:
-    """Return the displayed kind: `engine_left` for a planned `engine_lost` (drained, replaced or removed)."""
+    """Return the kind to display: `engine_left` for a planned `engine_lost` (engine drained, replaced or removed)."""
     kind = str(event["kind"])
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
@@ -188,7 +188,7 @@ class EventFollower:
         return events
 
     def all(self) -> Iterator[Event]:
-        """Yield every record up to the end of the log, with one piece in memory at a time. Raises like `new`."""
+        """Yield every record up to the log's end; one piece of the log is in memory at a time. Raises like `new`."""
         while events := self.new():
             yield from events
 

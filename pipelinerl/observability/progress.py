@@ -147,7 +147,8 @@ def domain_lines(status: RunStatus) -> list[str]:
     step = status.last_step
     names = [*step.by_domain.items(), *((f"tag {tag}", figures) for tag, figures in step.by_tag.items())]
     return [
-        one_line(f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}")  # tags are untrusted
+        # `one_line` makes tags, which are untrusted, safe to display.
+        one_line(f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}")
         for name, figures in names
     ]
 

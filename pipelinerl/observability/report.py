@@ -68,7 +68,7 @@ def write_report(run_dir: Path) -> ReportFiles:
 
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a draft file that replaces `path` once it is complete, so a full disk keeps the earlier file."""
+    """Yield a draft file that replaces `path` once it is complete, so that the earlier file survives a full disk."""
     draft = path.with_name(f".new-{path.name}")
     try:
         yield draft
@@ -206,7 +206,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; nothing if a step has only one."""
+    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; empty if steps have only one each."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (
@@ -363,7 +363,7 @@ def _short(seconds: float) -> str:
 #: Number of line colours that the page defines; charts show this many domains, the table shows all.
 _COLOURS: Final = 3
 _CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
-#: Number of last steps over which the table by domain averages.
+#: Number of last steps over which the table of domains averages.
 _STEPS: Final = 10
 
 DOMAIN_HEAD: Final = (
@@ -394,7 +394,7 @@ EPISODE_HEAD: Final = (
 
 
 def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """Return a row for each domain with episodes, for the headings `EPISODE_HEAD`: means per episode, sums of calls."""
+    """Return a row for each domain with episodes, with the columns `EPISODE_HEAD`: means per episode, sums of calls."""
     rows = []
     steps = history.steps[-_STEPS:]
     for name in sorted({name for step in steps for name in _by(step, "by_domain")}):
@@ -409,7 +409,7 @@ def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 
 def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """Return rows by domain, then by tag, for the headings `DOMAIN_HEAD`: means over the last steps, by rollouts."""
+    """Return rows by domain, then by tag, with the columns `DOMAIN_HEAD`: means over the last steps' rollouts."""
     steps = history.steps[-_STEPS:]
     rows = []
     for field in ("by_domain", "by_tag"):

@@ -1,4 +1,4 @@
-"""`RunHistory`: a run's events by kind, as used by the report, the picture and the summary.
+"""`RunHistory`: a run's events by kind, as used by the report, the charts and the summary.
 
 A resumed run may take a step twice; then the later event counts. Events of a kind are in the order of steps.
 """
@@ -46,7 +46,7 @@ class RunHistory:
     """The events of a run, sorted by kind.
 
     Attributes:
-        steps: `step` events by rising step; publications: likewise by model version.
+        steps: `step` events by rising step. publications: `publish` events by rising model version.
         evaluation_sets: `evaluation` events by set name, each by model version; the recipe's first set comes first.
         incidents: engines that joined or were lost, restarted evaluations, checkpoints, alarms.
         finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
@@ -166,7 +166,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set."""
+    """Group evaluations by set, in the order of the sets in the recipe; older logs have one unnamed set."""
     # If two sets have the same place because the recipe was edited, the one that was evaluated last comes first.
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):

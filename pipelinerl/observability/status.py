@@ -111,7 +111,7 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The evaluation in progress: its version, its engine if it has one to itself, and its progress.
+    """The evaluation in progress: its model version, the engine reserved for it (if any), and its progress.
 
     `pin` is the mode that ensures a single version (`engine`, `gate`, or `none`); `discarded` counts answers that had
     tokens of another version.

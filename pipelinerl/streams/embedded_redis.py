@@ -1,4 +1,4 @@
-"""A private Valkey or Redis server, for runs that are not given the address of one.
+"""A private Valkey or Redis server, for runs whose recipe does not give the address of a server.
 
     EmbeddedRedis(directory)       starts, stops and restarts the server as a child process
     command(directory, port)       returns the server's command line, for a caller that starts the process itself
@@ -126,7 +126,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """One server, started from a thread that lives as long as its process; a restart keeps address and data."""
+    """A server in a child process; a restart keeps address and data. The thread that starts it must outlive it."""
 
     def __init__(
         self,
@@ -145,25 +145,26 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The address with password. Raises `UserError` before the first start."""
+        """The server's address, with password. Raises `UserError` before the first start."""
         if self._port is None:
             raise UserError("the embedded stream server has no address before it is started; call start()")
         return server_url(self._directory, self._port)
 
     @property
     def pid(self) -> int:
-        """The process id. Raises `UserError` while the server is not running."""
+        """The id of the server's process. Raises `UserError` while the server is not running."""
         if self._process is None:
             raise UserError("the embedded stream server is not running; call start()")
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and wait until it answers, unless it already does; a killed server exits first.
+        """Start the server and wait until it answers. Do nothing if it already answers; if it was killed, wait for its
+        exit.
 
         Raises:
             UserError: no server program is installed.
-            AddressError: another process took its port, or no free port was found.
-            DeadlineError: it did not answer in time; the message contains the end of its log.
+            AddressError: another process took the server's port, or no free port was found.
+            DeadlineError: the server did not answer in time; the message contains the end of its log.
         """
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
@@ -178,7 +179,7 @@ class EmbeddedRedis:
         )
 
     def stop(self) -> None:
-        """Stop the server after it has flushed all acknowledged writes to disk. A no-op if it is not running."""
+        """Stop the server after it has flushed all acknowledged writes to disk; a no-op if no server is running."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -60,7 +60,7 @@ class MemoryStream:
         self._appended = asyncio.Event()
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """See `Stream.append`."""
+        """Append payloads in order; see `Stream.append`."""
         if first_id is not None and first_id < 1:
             raise ValueError(f"first_id must be at least 1, got {first_id}")
         if not payloads:
@@ -76,11 +76,11 @@ class MemoryStream:
         return added
 
     async def last_id(self, stream: str) -> str:
-        """See `Stream.last_id`."""
+        """Return the newest entry's id; see `Stream.last_id`."""
         return _text(self._logs[stream].last) if stream in self._logs else START
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """See `Stream.read`."""
+        """Return the entries after the given offsets; see `Stream.read`."""
         after = {name: parse_id(offset) for name, offset in offsets.items()}
 
         def newer() -> list[Entry]:
@@ -91,7 +91,7 @@ class MemoryStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """See `Stream.claim`."""
+        """Claim entries for a consumer; see `Stream.claim`."""
         log = self._logs.setdefault(stream, _Log())
         shared = log.groups.setdefault(group, _Group())
 
@@ -109,13 +109,13 @@ class MemoryStream:
         return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """See `Stream.held`."""
+        """Return the entries that a consumer has claimed; see `Stream.held`."""
         log = self._logs.setdefault(stream, _Log())
         pending = log.groups.setdefault(group, _Group()).pending
         return self._kept(stream, sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer))
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """See `Stream.renew`."""
+        """Reset the idle time of claimed entries; see `Stream.renew`."""
         if stream in self._logs and group in self._logs[stream].groups:
             pending = self._logs[stream].groups[group].pending
             for entry_id in map(parse_id, entry_ids):
@@ -123,22 +123,22 @@ class MemoryStream:
                     pending[entry_id] = _Pending(consumer, time.monotonic())
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """See `Stream.acknowledge`."""
+        """Mark entries as processed by a group; see `Stream.acknowledge`."""
         if stream in self._logs and group in self._logs[stream].groups:
             pending = self._logs[stream].groups[group].pending
             for entry_id in entry_ids:
                 pending.pop(parse_id(entry_id), None)
 
     async def length(self, stream: str) -> int:
-        """See `Stream.length`."""
+        """Return the number of entries; see `Stream.length`."""
         return len(self._logs[stream].ids) if stream in self._logs else 0
 
     async def room(self, stream: str) -> int:
-        """See `Stream.room`."""
+        """Return the number of entries that still fit; see `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """See `Stream.trim`."""
+        """Drop the entries below an id; see `Stream.trim`."""
         bound = parse_id(before)
         if fence is not None and fence.stream in self._logs and self._logs[fence.stream].last[0] > fence.number:
             raise fence.passed()
@@ -148,7 +148,7 @@ class MemoryStream:
             del log.ids[:dropped], log.payloads[:dropped]
 
     async def streams(self, prefix: str) -> list[str]:
-        """See `Stream.streams`."""
+        """Return the names of the streams with a prefix; see `Stream.streams`."""
         return sorted(name for name in self._logs if name.startswith(prefix))
 
     async def close(self) -> None:
@@ -175,7 +175,7 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries pending for `idle_s` or longer; forget trimmed ones, as the server does."""
+        """Return entries pending for `idle_s` or longer; forget trimmed ones, as a Redis server does."""
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
         kept = self._kept(stream, idle)

@@ -51,7 +51,8 @@ from pipelinerl.types import (
 )
 
 FORMAT: Final = 4
-#: Formats that can be read. Format 3 lacks `issued_at`. Format 2 also lacks segments: each rollout is a single one.
+#: Format versions that can be read. Format 3 lacks `issued_at`. Format 2 lacks `issued_at` and segments: each of its
+#: rollouts is a single segment.
 _READ: Final = frozenset({2, 3, FORMAT})
 #: Upper bound on order indices, versions and epochs, far above those of any run.
 _MOST: Final = 2**53
@@ -108,9 +109,9 @@ class _Ending(NamedTuple):
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     """A group without its columns. Fields `turn_*` have one entry per turn of any rollout, `rollout_*` one per rollout.
 
-    Distinct contexts, spans, findings (verdicts), endings and notes are listed once each and referred to by index. The
-    columns are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns. `turn_notes`
-    is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
+    Distinct contexts, version spans, findings (verdicts), endings and notes are listed once each, and referred to by
+    index. The columns are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns.
+    `turn_notes` is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
     """
 
     group_id: str
@@ -142,9 +143,10 @@ _message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
 def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
-    """Encode a group as a record. Raises `RecordError` for wrong dtypes or shapes, and for spans that miss tokens.
+    """Encode a group as a record. Raises `RecordError` for wrong dtypes or shapes, and for version spans that do not
+    cover all tokens.
 
-    `columns` are additional ones by name, each [N, …] over the N tokens sampled in the group, by rollout and turn;
+    `columns` are additional columns by name, each [N, …] for the N tokens sampled in the group, by rollout and turn;
     `decode_columns` returns them together with the routed experts.
     """
     rollouts = group.rollouts
@@ -316,7 +318,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and the index of each turn's context. Identical arrays skip the comparison."""
+    """Return the distinct contexts, and the index of each turn's context. A repeated array object is not compared."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}
@@ -426,7 +428,7 @@ def _turn_lengths(header: _GroupHeader) -> list[int]:
 
 
 def _refuse_implausible(header: _GroupHeader) -> None:
-    """Raise `ValueError` for numbers that no run reaches and that are costly for code that counts up to them."""
+    """Raise `ValueError` for numbers that no run reaches, because code that counts up to them would take too long."""
     if not 0 <= header.index < _MOST:
         raise ValueError(f"index {header.index}")
     for span in (span for spans in header.spans for span in spans):

@@ -48,7 +48,8 @@ from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
 log = logging.getLogger("pipelinerl")
 
 # Appends run as a script, because a script can stop at the first payload that is rejected (out of memory, say). A
-# pipeline or MULTI would append the later ones, and the retry would then skip the rejected one as "not above the last".
+# pipeline or MULTI would still append the payloads after it. A retry would then skip the rejected payload, because its
+# id is no longer above the last one.
 _APPEND: Final = """
 local first, added = tonumber(ARGV[1]), 0
 for i = 2, #ARGV do
@@ -70,7 +71,7 @@ if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then 
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
-#: Large appends are split, because a script call blocks the server, and a larger one exceeds the server's CPU caches.
+#: Large appends are split, because a script call blocks the server, and larger scripts exceed the server's CPU caches.
 _MAX_APPEND_BYTES: Final = 1 << 20
 #: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53
@@ -149,7 +150,7 @@ class RedisStream:
         return stream
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """See `Stream.append`. Appends above 1 MiB take one round trip per MiB."""
+        """Append payloads in order; see `Stream.append`. Appends above 1 MiB take one round trip per MiB."""
         if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
             raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
         added = 0
@@ -159,7 +160,7 @@ class RedisStream:
         return added
 
     async def last_id(self, stream: str) -> str:
-        """See `Stream.last_id`."""
+        """Return the newest entry's id; see `Stream.last_id`."""
         try:
             facts = await self._call("XINFO", "STREAM", self._prefix + stream)
         except _RefusedError as error:
@@ -169,7 +170,7 @@ class RedisStream:
         return str(dict(zip(facts[::2], facts[1::2], strict=True))[b"last-generated-id"].decode())
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """See `Stream.read`."""
+        """Return the entries after the given offsets; see `Stream.read`."""
         for offset in offsets.values():
             parse_id(offset)
         if not offsets:
@@ -184,7 +185,7 @@ class RedisStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """See `Stream.claim`."""
+        """Claim entries for a consumer; see `Stream.claim`."""
         key, deadline = self._prefix + stream, time.monotonic() + block_s
 
         def command(block_ms: int) -> tuple[Any, ...]:
@@ -206,7 +207,7 @@ class RedisStream:
                 return entries
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """See `Stream.held`."""
+        """Return the entries that a consumer has claimed; see `Stream.held`."""
         key = self._prefix + stream
         try:
             return self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
@@ -216,25 +217,25 @@ class RedisStream:
             return []
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """See `Stream.renew`."""
+        """Reset the idle time of claimed entries; see `Stream.renew`."""
         if entry_ids:
             await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, "JUSTID")
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """See `Stream.acknowledge`."""
+        """Mark entries as processed by a group; see `Stream.acknowledge`."""
         if entry_ids:
             await self._call("XACK", self._prefix + stream, group, *entry_ids)
 
     async def length(self, stream: str) -> int:
-        """See `Stream.length`."""
+        """Return the number of entries; see `Stream.length`."""
         return int(await self._call("XLEN", self._prefix + stream))
 
     async def room(self, stream: str) -> int:
-        """See `Stream.room`."""
+        """Return the number of entries that still fit; see `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """See `Stream.trim`."""
+        """Drop the entries below an id; see `Stream.trim`."""
         parse_id(before)
         if fence is None:
             await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
@@ -244,7 +245,7 @@ class RedisStream:
             raise fence.passed()
 
     async def streams(self, prefix: str) -> list[str]:
-        """See `Stream.streams`."""
+        """Return the names of the streams with a prefix; see `Stream.streams`."""
         pattern = "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in self._prefix + prefix) + "*"
         names: set[str] = set()
         cursor: int | bytes = 0
@@ -329,7 +330,8 @@ class RedisStream:
                 ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 now = time.monotonic()
-                # An attempt that outlasted the connect timeout was connected, so the server has gone away only now.
+                # An attempt that took longer than the connect timeout had a connection, so the server has become
+                # unreachable only now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
                 left_s = away_since + self._timeout_s - now
@@ -371,7 +373,7 @@ def _is_full_error(error: ResponseError) -> bool:
 
 
 def _as_it_came(response: Any, **_: Any) -> Any:
-    """Replace redis-py's conversion to dictionaries, which costs more than the command itself."""
+    """Return a response unchanged: redis-py's conversion to dictionaries costs more than the command itself."""
     return response
 
 

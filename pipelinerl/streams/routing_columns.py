@@ -31,8 +31,9 @@ class TurnRouting(NamedTuple):
 
 
 def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Return the routing columns of these turns; empty if no turn has routing. `turn_contexts` numbers the contexts.
-    Raises `RecordError` if only some turns have routing, or if arrays have inconsistent models or lengths.
+    """Return the routing columns of these turns; empty if no turn has routing. `turn_contexts` is the index of each
+    turn's context. Raises `RecordError` if only some turns have routing, or if the shapes of arrays are
+    inconsistent.
     """
     if False not in {turn.routed_experts is None and turn.context_routed_experts is None for turn in turns}:
         return {}

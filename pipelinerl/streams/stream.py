@@ -40,13 +40,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against a superseded writer: the fence is passed once an id above `number` is appended to `stream`."""
+    """A guard against a superseded writer: it is passed once `stream` has an entry with an id above `number`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error to raise in the superseded writer."""
+        """Return the error to raise in the superseded writer, once the fence is passed."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
@@ -59,20 +59,22 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs. The
-    clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
+    """Return the first number that a producer may use after a (re)start: above the last id, and not below the clock in
+    µs.
+
+    The clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. A full one
-    is retried, for minutes if necessary, and then raises `PipelineError`.
+    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. Calls to a
+    full server are retried, for minutes if necessary, and then raise `PipelineError`.
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append in order, in one round trip; return the number of new entries. With `first_id`, payload i gets the id
-        `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
+        """Append `payloads` in order, in one round trip; return the number of new entries. With `first_id`, payload i
+        gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
         """
         ...
 
@@ -88,7 +90,8 @@ class Stream(Protocol):
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
         """Claim up to `count` entries: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
-        Wait up to `block_s` for the first. The group is created at the stream's beginning on demand.
+        Wait up to `block_s` for the first. A group that does not exist is created, and begins at the stream's first
+        entry.
         """
         ...
 
@@ -101,7 +104,7 @@ class Stream(Protocol):
         ...
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """Mark entries as processed by the group."""
+        """Mark entries as processed by the consumer group, so that no consumer claims them again."""
         ...
 
     async def length(self, stream: str) -> int:
@@ -109,7 +112,7 @@ class Stream(Protocol):
         ...
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that fit until the stream is full; appends beyond that still succeed."""
+        """Return the number of entries that fit until the stream is full; appends to a full stream still succeed."""
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:

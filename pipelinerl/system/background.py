@@ -97,7 +97,7 @@ class _Thread:
                 if self in _free:
                     _free.remove(self)
                     return False
-            call = self.calls.get()  # another thread took this one from `_free` just before the timeout
+            call = self.calls.get()  # another thread has just taken this one from `_free`, so a call will follow
         threading.current_thread().name = call.name
         call.make()
         threading.current_thread().name = "free"
@@ -126,7 +126,7 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the caller is cancelled, wait for the end of `work` before `CancelledError`."""
+    """Return the result of `work`. If the caller is cancelled, wait until `work` ends, then raise `CancelledError`."""
     end = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(end)

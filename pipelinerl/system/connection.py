@@ -68,7 +68,8 @@ class LimitedConnection:
     ) -> None:
         self._http = HttpToolsProtocol(config, server_state, app_state, _loop)
         self._http.parser = httptools.HttpRequestParser(self)
-        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn sets this, too
+        # Uvicorn sets the same option on its own parser.
+        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._stage = _Stage.IDLE
         self._is_served = False
         self._overhead = 0
@@ -77,7 +78,7 @@ class LimitedConnection:
         """True if the bytes being parsed began between two requests and no request has begun in them yet."""
         self._timer: asyncio.TimerHandle | None = None
 
-    # The transport calls the following methods.
+    # The transport calls the following methods of this protocol.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Accept the connection, or answer 503 if there are too many."""
@@ -103,7 +104,7 @@ class LimitedConnection:
         self._watch()
 
     def eof_received(self) -> None:
-        """Handle the client's end of file."""
+        """Handle the end of the data that the client sends."""
         self._http.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -120,17 +121,17 @@ class LimitedConnection:
         """Resume writing."""
         self._http.resume_writing()
 
-    # The parser calls the following methods.
+    # The HTTP parser calls the following methods.
 
     def on_message_begin(self) -> None:
         """Handle a request's first byte."""
-        if not self._opens:  # the bytes so far belong to the previous request
+        if not self._opens:  # the bytes received so far are those of the previous request
             self._overhead = 0
         self._stage, self._opens = _Stage.HEAD, False
         self._http.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Handle a part of the request's URL."""
+        """Handle a piece of the request's URL."""
         self._http.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -144,7 +145,7 @@ class LimitedConnection:
         self._http.on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of the body."""
+        """Handle a piece of the body."""
         self._overhead = 0
         self._http.on_body(body)
 
@@ -161,7 +162,7 @@ class LimitedConnection:
         return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
-        """Run a timer while waiting for the client, unless uvicorn or the application has one."""
+        """Run a timer while the server waits for the client, unless uvicorn or the application already has a timer."""
         unwatched = self._is_answered and self._http.timeout_keep_alive_task is None
         if self._stage is not _Stage.HEAD and not unwatched:
             self._disarm()
@@ -170,7 +171,7 @@ class LimitedConnection:
 
     def _arm(self) -> None:
         cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a connection without any request so far gets HEAD_TIMEOUT_S
+        begun = cycle is not None  # a new connection without a request gets HEAD_TIMEOUT_S
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
         self._timer = self._http.loop.call_later(seconds, self._late)
 
@@ -183,7 +184,7 @@ class LimitedConnection:
         self._timer = None
         if self._http.transport.is_closing():
             return
-        if not self._is_answered:  # the previous request is still being processed, so give the next one more time
+        if not self._is_answered:  # the previous request is still being processed, so give the client more time
             self._arm()
         elif self._stage is _Stage.HEAD:
             self._refuse(408, "headers_too_slow", f"the headers must arrive within {HEAD_TIMEOUT_S:g} s")

@@ -1,4 +1,4 @@
-"""Crash-safe and private files, and readable messages for file errors."""
+"""Functions that write files crash-safely and privately, and that turn file errors into readable messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reasoning-gym's `create_dataset`, which imports only the module of the task that it needs.
+"""A replacement of reasoning-gym's `create_dataset` that imports only the module of the requested task.
 
 The library's own function imports a hundred tasks, with sympy and matplotlib. That takes seconds in every process that
 makes or judges a problem, twenty times as long as one task's module. Results and errors are the same, and a later

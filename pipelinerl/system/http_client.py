@@ -1,4 +1,4 @@
-"""HTTP clients. All connections are opened here, with the run's token and with deadlines.
+"""HTTP clients. Processes open all HTTP connections through this module, with the run's token and with deadlines.
 
 Proxies from the environment are ignored, since the token is only for the run's peers.
 
@@ -129,7 +129,7 @@ def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mappi
 
 @cache
 def _trusted() -> Any:
-    """Return the trusted certificates, cached: reading them takes 30 ms, as long as thirty calls."""
+    """Return the trusted certificates. They are cached: reading them takes 30 ms, as long as thirty calls."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)

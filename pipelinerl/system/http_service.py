@@ -59,7 +59,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The part of the server that must limit the bodies of a request: this module, or the route."""
+    """The part of the server that must limit the size and time of request bodies: this module, or the route itself."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
@@ -102,7 +102,8 @@ class _Gate:
         if self._expected is None or scope["path"] == OPEN_PATH:
             return None
         scheme, _, credential = given.get(b"authorization", b"").partition(b" ")
-        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # any case: RFC 7235, 2.1
+        # The scheme's name is case-insensitive (RFC 7235, 2.1).
+        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
         return refusal(401, message, code="unauthorized")
@@ -127,8 +128,8 @@ def _twice(name: bytes) -> Response:
 def _is_own_name(host: bytes) -> bool:
     """Return True if the Host header is `localhost` or an IP address, which no name server can redirect.
 
-    Without this check, evil.example could resolve first to its own server and then to this one, and the browser would
-    consider both the same origin (DNS rebinding).
+    Without this check, the name evil.example could resolve first to the attacker's server and then to this one. The
+    browser would consider both the same origin (DNS rebinding).
     """
     try:
         name = urlsplit("//" + host.decode("ascii")).hostname or ""
@@ -140,7 +141,8 @@ def _is_own_name(host: bytes) -> bool:
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     """Return the response that rejects a body unless it is uncompressed JSON; None if the body is acceptable.
 
-    Browsers send a preflight request before a web page of another origin can send JSON, but none before HTML forms.
+    Only JSON is accepted, because a browser sends a preflight request before it lets a web page of another origin send
+    JSON, but none before it sends an HTML form.
     """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
@@ -384,9 +386,11 @@ class HeartbeatRoute:
             work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
         except ClientDisconnect:
             return
-        except msgspec.ValidationError as error:  # its message names the expected type and path, never the content
+        # The error's message names the expected type and path, never the content.
+        except msgspec.ValidationError as error:
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec may raise all three
+        # Malformed JSON may raise any of these three exceptions.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

@@ -83,7 +83,7 @@ def _resolver() -> Any:
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None
-    library.__res_init()  # else the first query would initialise the fields and overwrite our values
+    library.__res_init()  # otherwise the first query would initialise the fields and overwrite our values
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return library.__res_state()
 
@@ -92,7 +92,7 @@ def _resolver() -> Any:
 _LISTENING: Final = range(20000, 32000)
 #: Seconds within which a connection over loopback must be made.
 _ANSWERS_S: Final = 2.0
-#: Counts the ports that this process has tried.
+#: Counter of the ports that this process has tried.
 _LOOKED_AT: Final = counting()
 
 

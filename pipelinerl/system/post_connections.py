@@ -1,4 +1,4 @@
-"""`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
+"""`FanoutClient`: sends the same small request to many peers concurrently, and receives small responses.
 
 HTTP libraries build each request from scratch. Here requests are prepared as bytes: a request's head is cached for each
 peer, and all peers share its body.
@@ -105,7 +105,7 @@ class FanoutClient:
         finally:
             alarm.cancel()
             if not answer.cancel():
-                answer.exception()  # mark it as retrieved, so that asyncio does not log it
+                answer.exception()  # mark the exception as retrieved, so that asyncio does not log it
             self._give_back(line, peer)
 
     def _peer(self, url: str) -> _Peer:
@@ -243,7 +243,7 @@ class _Line:
             self._answer.set_exception(error)
             self._tell()
 
-    # The event loop calls the following methods.
+    # The event loop calls the following methods of this protocol.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -288,7 +288,7 @@ class _Line:
     def resume_writing(self) -> None:
         """Do nothing."""
 
-    # The parser calls the following methods.
+    # The HTTP parser calls the following methods.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._has_end = self._has_end or name.lower() in _SAY_WHERE_IT_ENDS

@@ -1,4 +1,4 @@
-"""The start and end of a process: rare garbage collection while it loads, and an exit despite busy daemon threads."""
+"""Start and end of a process: it collects garbage rarely while loading, and exits even if daemon threads are busy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_process(main: Callable[[], None]) -> None:
         main()
         status = 0
     except SystemExit as ended:
-        if not isinstance(ended.code, int):  # the code is a message, and the interpreter prints it
+        if not isinstance(ended.code, int):  # the status is a message, which the interpreter prints
             raise
         status = ended.code
     if any(thread.daemon for thread in threading.enumerate()):

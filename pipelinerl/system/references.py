@@ -1,4 +1,4 @@
-"""User code by reference: `package.module:attribute` or `path.py:attribute`, loaded in the process that uses it.
+"""Loads user code by reference, `package.module:attribute` or `path.py:attribute`, in the process that uses it.
 
 A file is loaded once per process, under a private module name derived from its path, so files of the same name do not
 collide. During the import its folder is first on `sys.path`, as for a script, and afterwards last, for imports inside
@@ -89,7 +89,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # any error of the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         del sys.modules[name]
         raise ReferenceFailed(f"{path} cannot be imported: {last_line(error)}") from None
     finally:
@@ -106,7 +106,7 @@ def _from_name(name: str, text: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
         raise ReferenceFailed(f"expected module:attribute of an installed module, got {text!r}") from None
-    except (Exception, SystemExit) as error:  # any error of the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
 
 

@@ -88,5 +88,5 @@ class Storage:
                 file.flush()
                 os.fsync(file.fileno())
         if self._is_local:
-            for directory in {*parents[:2], *(each.parent for each in new)}:  # directories that may have new entries
+            for directory in {*parents[:2], *(each.parent for each in new)}:  # these directories may have new entries
                 sync(directory)

@@ -1,1 +1,1 @@
-"""Transfer of the trainer's weights to the engines: by broadcast, or through parameter servers; all or nothing."""
+"""Transfer of a trainer's weights to engines: by broadcast, or through parameter servers; all bytes arrive or none."""

@@ -1,4 +1,4 @@
-"""How publishers control engines: by two routes of the contract per engine, or one announcement to many engines.
+"""How publishers control engines: with requests to two routes of each engine, or with one announcement to many engines.
 
 `Preparation` sends the layout to each engine only once.
 """
@@ -70,7 +70,7 @@ class Preparation:
     async def prepare(
         self, url: str, layout: WeightLayout, request: Callable[..., WeightUpdateRequest]
     ) -> WeightUpdateResponse:
-        """Send the PREPARE that `request` builds from its argument `layout` or `layout_id`."""
+        """Send the PREPARE that the function `request` returns; its argument is either `layout` or `layout_id`."""
         if self._knows.get(url) == layout.layout_id:
             try:
                 return await self._control.request_weight_update(url, request(layout_id=layout.layout_id))

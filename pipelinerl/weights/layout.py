@@ -1,4 +1,4 @@
-"""The bytes of a weight update: offsets of its parameters, names of its buckets, and its digest."""
+"""The bytes of a weight update: where its parameters lie, how its buckets are named in errors, and its digest."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
     return f"bucket {bucket + 1} of {len(bounds)} ({span})"
 
 
-#: Bytes hashed per call, which takes 70 µs at about 15 GB/s. Hashing a large chunk releases the GIL; a small one is
-#: quick.
+#: Number of bytes hashed per call, which takes 70 µs at about 15 GB/s. A chunk of this size is large enough that
+#: hashing releases the GIL, and small enough to be hashed quickly.
 _CHUNK_BYTES: Final = 2**20
 
 

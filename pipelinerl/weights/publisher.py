@@ -1,6 +1,6 @@
 """`Publisher`: interface for sending the trainer's weights to engines, by broadcast or through parameter servers.
 
-A publication is all or nothing per engine, and its report states the outcome for each engine.
+Each engine either serves the new weights or keeps the old ones; the report states the outcome for each engine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLay
 from pipelinerl.errors import ReachedNoEngine, UpdateError
 from trainer_contract.types import ParameterInfo
 
-#: Returns an iterator over (name, full parameter) in layout order. Each attempt calls it, since it consumes the
-#: iterator.
+#: Function that returns an iterator over (name, full parameter) in layout order. Each attempt to send calls it, since
+#: an iterator can be consumed only once.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
 
 
@@ -46,9 +46,9 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Outcome per engine (base URL): `pauses_s` of those that now serve the version, `failed` with the reason.
+    """Outcome per engine (base URL): `pauses_s` of the engines that now serve the version, `failed` with the reasons.
 
-    Of the failed engines, a retry cannot help those in `permanent`; those in `blameless` failed because of others.
+    A retry cannot help the failed engines in `permanent`. Those in `blameless` failed only because of other engines.
     """
 
     version: int
@@ -85,8 +85,8 @@ class PublicationProgress:
 
     Attributes:
         deadline: on the clock of `time.monotonic`, as `began` is.
-        broke: whether a broadcast of this publication has already failed.
-        raised: whether the generation was raised above that of another group, which engines had joined.
+        broke: True if a broadcast of this publication has already failed.
+        raised: True if the generation was raised above that of another group, which engines had joined.
     """
 
     publication: Publication
@@ -104,7 +104,7 @@ class PublicationProgress:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the deadline; once it has passed, enough time for one last answer."""
+        """Seconds until the deadline; after the deadline, just enough time for one last answer."""
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:

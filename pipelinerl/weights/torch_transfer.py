@@ -21,11 +21,12 @@ from pipelinerl.system.background import in_background_soon
 from pipelinerl.weights.broadcast.collective import shared_tensor
 from pipelinerl.weights.layout import WeightDigest
 
-#: A function that waits until a copy to the host is complete, and returns the bytes there.
+#: A function that waits until a copy to the host is complete, and then returns the copied bytes.
 Landed = Callable[[], Tensor]
 
 
-#: Fewest cores for hashing on a separate thread: trainer or decode loop, gloo and sender need the others.
+#: Minimum number of cores for hashing on a separate thread; the trainer or decode loop, gloo and the sender need the
+#: rest.
 _CORES_TO_OVERLAP: Final = 5
 
 
@@ -38,7 +39,7 @@ class TransferStream(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Make the work of this block follow the work already queued on the device's default stream."""
+        """Make the work of this block run after the work already queued on the device's default stream."""
         ...
 
     def __exit__(self, *_: object) -> None:

@@ -53,7 +53,7 @@ class FieldMap:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
-        """Build a field map from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
+        """Build a field map from a recipe's `parameters`, and remove the keys that it uses. Raises `RecipeError`."""
         named: dict[str, Any] = {}
         for key in _TEXTS:
             value = parameters.pop(key, None)
@@ -87,7 +87,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Name of the field whose plain text is all that `text` depends on; "" if `text` depends on more fields."""
+        """Name of the field if `text` depends only on one field's plain text; "" if `text` depends on more."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
@@ -142,7 +142,8 @@ class FieldMap:
         for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
-                continue  # the recipe names the other field, so this default is not used
+                # The recipe names only the other of these two fields, so this field's default name is not used.
+                continue
             value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)

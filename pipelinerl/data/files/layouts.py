@@ -22,11 +22,11 @@ from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 
-#: Files of each split, by the data set's name for the split; "" is a split without a name.
+#: Files of each split. The keys are the data set's own names for its splits; "" is a split without a name.
 Layout = Mapping[str, tuple[Path, ...]]
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
-#: Common names of each split in data sets, most frequent first.
+#: For each split, names that data sets commonly give it, most frequent first.
 NAMES: Final[Mapping[Split, tuple[str, ...]]] = {
     Split.TRAIN: ("train", "training"),
     Split.VALIDATION: ("validation", "valid", "val", "dev"),
@@ -36,7 +36,7 @@ _OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", 
 
 
 def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
-    """Return the files at these paths; several paths form a single split.
+    """Return the files at these paths by split; several paths form a single split.
 
     Raises `RecipeError` if a path matches no file, a folder's description is invalid, or a folder in the hub's layout
     has several configurations and `config` names none of them.

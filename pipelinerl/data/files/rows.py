@@ -73,7 +73,7 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read JSON lines, a JSON array or CSV, possibly packed (`.gz`), up to the limits `head`.
+        """Read JSON lines, a JSON array or CSV, possibly compressed (`.gz`), up to the limits `head`.
 
         Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
         """
@@ -87,7 +87,7 @@ class JsonRows:
                 raise RecipeError(f"{path} is not valid JSON: {error}") from None
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
-            text = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
+            text = text[: text.rfind(b"\n") + 1]  # drop the last line, which may be incomplete
         return cls(text, str(path), numbered="line", most=most)
 
     @classmethod
@@ -254,7 +254,7 @@ class ArrowRows:
     """
 
     def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """Wrap a `pyarrow.Table`; `also` names the columns that were not read from the file."""
+        """Wrap a `pyarrow.Table`; `also` names the file's columns that were not read into the table."""
         import pyarrow as pa
 
         self._name = name

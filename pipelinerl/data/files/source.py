@@ -27,7 +27,7 @@ from pipelinerl.data.source import SourceRequest, Split, are_of, digest_of
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
-#: Field to which `pipelinerl prefilter` writes the pass rate.
+#: Default field of the pass rate, to which `pipelinerl prefilter` writes it.
 PASS_RATE: Final = "metadata.pass_rate"
 
 
@@ -73,7 +73,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """Build a curriculum from a recipe's `parameters`, and remove its keys from them. Raises `RecipeError`."""
+        """Build a curriculum from a recipe's `parameters`, and remove the keys that it uses. Raises `RecipeError`."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")
@@ -103,7 +103,8 @@ class Curriculum:
 #: Recipe parameters for each split: the path of its files (`_PATHS`), and its name in the data set (`_SPLITS`).
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
-#: Number of file sets whose rows are cached: a run, or a check of a recipe, opens the same files once per split.
+#: Number of file sets whose rows are cached, because a run, or a check of a recipe, opens the same files once per
+#: split.
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
@@ -227,14 +228,14 @@ def source_of_rows(
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # a duplicate stays in the held-out split, and the other splits drop it
+        apart = []  # a question that is also in another split stays here; the other splits drop it
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)
     if apart:
         chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
     if split not in indexed or split is Split.TRAIN:
-        # Training rows that the hash assigns to a split are trained on if the split has its own files.
+        # Training rows that the hash assigns to another split are trained on if that split has its own files.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
@@ -268,7 +269,7 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
         question = row.get(plain)
         try:
             if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for rows with a plain question: it takes a third of the time.
+                # Fast path for rows whose question is plain text: it takes a third of the time.
                 digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)

@@ -1,8 +1,8 @@
 """`BatchingEngine`: an engine over any `SampleLoop`; satisfies `inference_contract.engine.Engine`.
 
 The event loop validates, tokenises and answers requests. The sample loop's thread owns the model; by default the sample
-loop is a `DecodeLoop` over a `ModelRunner`. The two threads exchange one call per request and one per decode step that
-produced results, so HTTP barely slows decoding.
+loop is a `DecodeLoop` over a `ModelRunner`. The two threads call each other only once per request and once per decode
+step that produced results, so HTTP barely slows decoding.
 
 Weight updates go through a `WeightReceiver`. New weights arrive in a second buffer while decoding continues; the swap
 happens between two steps.
@@ -83,7 +83,7 @@ class Tokenizer(Decoder, Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a sample; they have no text."""
+        """The ids of the tokens that end a sample; the answer's text omits them."""
         ...
 
     def encode_chat(
@@ -92,7 +92,7 @@ class Tokenizer(Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """Return the prompt's tokens, including the opening of the assistant's turn."""
+        """Tokenise a conversation with the chat template, including the opening of the assistant's turn."""
         ...
 
     def encode_continuation(
@@ -103,7 +103,10 @@ class Tokenizer(Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """Return the prompt's tokens, keeping `token_ids` for all messages before `messages[first_new]`."""
+        """Tokenise a conversation whose first messages have known tokens.
+
+        `token_ids` are the tokens of all messages before `messages[first_new]`; they are kept unchanged.
+        """
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -121,10 +124,10 @@ class BatchingEngine:
 
     Args:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
-        loop: builds another `SampleLoop`; give exactly one of `load` and `loop`.
+        loop: builds a `SampleLoop` of another kind; give exactly one of `load` and `loop`.
         endpoints: builds the engine's endpoint in the weight group.
-        continuation: the noise with which the engine continues an answer that another engine began.
-        prefill_tokens: most prompt tokens that a `DecodeLoop` admits between two steps.
+        continuation: which sampling noise the engine uses to continue an answer that another engine began.
+        prefill_tokens: the maximum number of prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
     def __init__(
@@ -157,14 +160,15 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one prompt at a time, to limit memory
+        # Tokenises one prompt at a time, to limit memory.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model; raise what `load` raises. If cancelled, the loop's thread ends once the model is loaded."""
+        """Load the model. Raises the exceptions of `load`. If this call is cancelled, the thread ends after loading."""
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:
@@ -203,7 +207,7 @@ class BatchingEngine:
         return completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield new tokens, per step or at intervals. Closing the iterator frees the slots."""
+        """Sample all choices; yield new tokens per step or requested interval. Closing the iterator frees the slots."""
         options = request.stream_options or StreamOptions()
         chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
         async with aclosing(chunks):
@@ -238,7 +242,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # cannot hang: every request gets tokens, its end or an error
+            delivery = await deliveries.get()  # this wait always ends: each request gets tokens, an end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -339,7 +343,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # repeats the body of `pipelinerl.system.background.tell`, to save a call per step
+        try:  # the body of `pipelinerl.system.background.tell`, inlined to save a function call per step
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():
@@ -378,7 +382,7 @@ class BatchingEngine:
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is not needed here."""
+        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is ignored."""
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
@@ -447,16 +451,17 @@ class BatchingEngine:
 
 # --- checks of a request against the model ----------------------------------------------------------------------------
 #
-# These checks run before a request is queued. An admitted request has room for at least one token. A prefix from
-# another engine must be unfinished: no token that ends a sample, no stop string, and fewer tokens than the limit. The
-# noise of sample i depends only on (seed, i).
+# These checks run before a request is queued. An admitted request has room for at least one token. The prefix of an
+# answer that another engine began must be unfinished: it has no token that ends a sample, no stop string, and fewer
+# tokens than the limit. The noise of sample i depends only on (seed, i).
 
-#: Upper bound on a prompt's average token length, in characters; longer tokens are rare, and all spaces or dashes.
+#: Upper bound on a prompt's average number of characters per token; longer tokens are rare, and consist of spaces or
+#: dashes.
 _LONGEST_TOKEN: Final = 128
 
 
 def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
-    """Raise `UnknownModel` unless the request names `model_id`, the last part of its path, or no model."""
+    """Raise `UnknownModel` unless the request names `model_id`, the last path component of `model_id`, or no model."""
     if chat.model is None or chat.model == model_id:
         return
     short = model_id.rstrip("/").rpartition("/")[2]
@@ -531,7 +536,10 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the requested samples to `work`; raise `InvalidRequest` if a prefix has ended or has unknown tokens."""
+    """Add the requested samples to `work`.
+
+    Raises `InvalidRequest` if the prefix of a continued answer is already complete or has unknown tokens.
+    """
     if chat.prefixes is None:
         for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())
@@ -549,7 +557,10 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Push the text of `prefix` into the window `text`; return why no token can follow the prefix, or ""."""
+    """Push the text of `prefix` into the window `text`.
+
+    Return the reason why no token can follow the prefix, or "" if a token can follow.
+    """
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

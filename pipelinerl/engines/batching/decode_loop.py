@@ -9,12 +9,12 @@
 | the rows to empty, before a `drain` commit | each sample's token limit: decoding continues |
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
-thread; it is never held while the model runs. The results of a step leave together, through `deliver`. Every request
-and every commit is answered, however the thread ends.
+thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
+request and every commit is answered, however the thread ends.
 
-A request whose logits are not finite is rejected alone: its token is not delivered, and its values are removed from the
-cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted. It keeps
-its tokens; as soon as there is room, its cache is recomputed with the serving weights.
+A request whose logits are not finite is rejected alone: its token is not delivered, and its keys and values are removed
+from the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
+It keeps its tokens; as soon as there is room, its cache is recomputed with the serving weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DecodeLoop:
 
     Args:
         load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
-        scheduler: builds the scheduler of a runner.
+        scheduler: builds the scheduler for a runner.
         deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 
@@ -150,7 +150,8 @@ class DecodeLoop:
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
                 )
             self._commit = _Commit(version, epoch, on_update)
-            self._commit.pause_s.set_running_or_notify_cancel()  # a running future cannot be cancelled
+            # Mark the future as running, so that the caller cannot cancel it.
+            self._commit.pause_s.set_running_or_notify_cancel()
             self._changed.notify()
             return self._commit.pause_s
 
@@ -168,7 +169,7 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # runs after an exception too; threading's excepthook then reports it
+        finally:  # this also runs after an exception, which threading's excepthook then reports
             self._end()
 
     def _loaded(self) -> bool:
@@ -286,7 +287,7 @@ class DecodeLoop:
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """End the requests of rows without a finite log-prob, and remove these rows from both arguments in place."""
+        """Fail requests whose rows have no finite log-prob; remove these rows from `token_ids` and `logprobs`."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}

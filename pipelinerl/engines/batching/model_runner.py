@@ -3,9 +3,9 @@
 `ModelRunner` is the only interface between batching and arrays; torch, numpy and JAX each implement it once. A row is
 one sequence: its KV cache, the token to feed next, and its sampling parameters. Rows in use are always 0..B-1 without
 holes, so one decode step is one dense batch of B rows. Only `decode` samples. `prefill` computes the cache of
-everything *before* a row's next token, and the row then joins the next step. This serves new prompts, samples that
-start later than the rest of their group, and recomputation after a weight update. All calls come from one thread,
-except `staging` and `finish_staging`, which any thread may call.
+everything *before* a row's next token, and the row then joins the next step. `prefill` is used for new prompts, for
+samples that start later than the rest of their group, and for recomputation after a weight update. All calls come from
+one thread, except `staging` and `finish_staging`, which any thread may call.
 
 The scheduler works by priority, then first come, first served. It has no arrays and no clock.
 
@@ -95,7 +95,7 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def prefill(self, prefills: Items[Prefill]) -> None:
-        """Fill the cache of the named rows; the tokens that these rows feed next stay the same."""
+        """Fill the cache of the rows that `prefills` name; the tokens that these rows feed next do not change."""
         ...
 
     def copy_cache(self, source: int, rows: Items[int], num_tokens: int) -> None:
@@ -119,7 +119,7 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the staged weights current, at a cost independent of their size. The old weights may be overwritten."""
+        """Make the staged weights current in a time independent of their size. The old weights may be overwritten."""
         ...
 
 
@@ -131,8 +131,10 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 
 @final
 class RowTable:
-    """Arrays [rows] on the host, one per field of `RowState`, which a runner slices; `ids` is the dtype of ids and
-    positions. Every decode step returns to the host anyway, so arrays on the device would save nothing.
+    """The fields of all rows' `RowState`s as arrays [rows] on the host, which a runner slices.
+
+    `ids` is the dtype of token ids and positions. Every decode step returns to the host anyway, so arrays on the device
+    would save nothing.
     """
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
@@ -227,7 +229,10 @@ _SPARE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`sequences` of one request take `rows`. `sibling` is the row of a running sample with the same cached prompt."""
+    """Admission of `sequences`, all of one request, to `rows`.
+
+    `sibling` is the row of a running sample of the request whose cached prompt can be copied, if there is one.
+    """
 
     request: Request
     sequences: list[Sequence]
@@ -246,7 +251,7 @@ class Moves:
 @final
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of samples that may run at once, and the number that may also wait."""
+    """The number of samples that may run at once, and the number that may wait in addition."""
 
     running: int
     waiting: int
@@ -269,10 +274,10 @@ class Capacity:
 
 @final
 class Scheduler:
-    """The rows and the waiting queue.
+    """Assigns rows to sequences, and queues those that wait for a row.
 
-    `prefill_tokens` is the most prompt tokens admitted at once, so that many prompts cannot starve decoding; a single
-    longer prompt is admitted alone.
+    `prefill_tokens` is the maximum number of prompt tokens admitted at once, so that many prompts cannot starve
+    decoding; a single longer prompt is admitted alone.
     """
 
     def __init__(self, capacity: Capacity, prefill_tokens: int) -> None:
@@ -296,8 +301,10 @@ class Scheduler:
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
-        """Give free rows to preempted sequences and, if `new`, to requests: lowest `priority`, then longest waiting
-        first. `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
+        """Give free rows to preempted sequences and, if `new`, to requests, in the order of lowest `priority`, then
+        longest wait.
+
+        `room` bounds the blocks that the sequences take; the first sequence of an idle engine always fits.
         """
         admissions: list[Admission] = []
         budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
@@ -359,7 +366,7 @@ class Scheduler:
         return [row for row, sequence in enumerate(self.running) if sequence.request is request]
 
     def withdraw_all(self) -> list[Request]:
-        """Drop everything; return every request that had not ended."""
+        """Drop all samples; return every request that had not ended."""
         requests = {id(request): request for request in self._waiting}
         requests.update({id(sequence.request): sequence.request for sequence in (*self.running, *self._preempted)})
         self._waiting.clear()
@@ -394,7 +401,7 @@ class _Blocks:
         self._free = 0 if room is None else room.free
 
     def take(self, tokens: int, count: int) -> int:
-        """Reserve blocks for as many as fit of `count` sequences that share `tokens` tokens; return their number."""
+        """Reserve blocks for up to `count` sequences that share `tokens` tokens; return the number that fit."""
         if self._room is None:
             return count
         shared = (tokens - 1) // self._room.size

@@ -1,4 +1,4 @@
-"""`SampleLoop`: the interface between requests and the component that samples them.
+"""`SampleLoop`: the interface of the component that samples answers to requests.
 
 `DecodeLoop` is this project's own loop. An engine that batches by itself (vLLM) brings its own loop and gets chat,
 streaming, text, stop strings and weight updates from `BatchingEngine`. A loop runs on its own thread and gives the
@@ -64,7 +64,7 @@ class CacheRoom:
 
     Attributes:
         free: blocks that rows may still take, including blocks cached for later prompts.
-        reused_tokens: prompt tokens whose keys and values were found in the cache, since the start.
+        reused_tokens: number of prompt tokens, since the start, whose keys and values were found in the cache.
     """
 
     blocks: int
@@ -78,12 +78,12 @@ class ServedModel(Protocol):
 
     @property
     def slots(self) -> int:
-        """The most sequences that run at once."""
+        """The maximum number of sequences that run at once."""
         ...
 
     @property
     def context_length(self) -> int:
-        """The most tokens of a sequence, prompt included."""
+        """The maximum number of tokens of a sequence, prompt included."""
         ...
 
     @property
@@ -103,17 +103,17 @@ class ServedModel(Protocol):
 
     @property
     def room(self) -> CacheRoom | None:
-        """The room of a paged cache; None if every row has room for the whole context."""
+        """The blocks of a paged cache; None if every row has room for the whole context."""
         ...
 
     @property
     def route_log(self) -> RouteLog | None:
-        """The log of the model's routers; None if the model has no routers or cannot report them."""
+        """The log of the model's expert routers; None if the model has no routers or cannot report their choices."""
         ...
 
     @property
     def scorer(self) -> Callable[[list[int], float], list[float]] | None:
-        """The function (tokens, temperature) → log-probs of a prompt, for the loop's thread; None without support."""
+        """Function (tokens, temperature) → log-probs of a prompt, to call on the loop's thread; None if unsupported."""
         ...
 
     def staging(self) -> Any:
@@ -121,12 +121,12 @@ class ServedModel(Protocol):
         ...
 
     def finish_staging(self) -> None:
-        """Convert the filled `staging` to the form that is served; runs before each commit, during sampling."""
+        """Convert the filled `staging` to the form that is served; called before a commit, while sampling goes on."""
         ...
 
 
 class SampleLoop(Protocol):
-    """Sampler of requests on its own thread. The event loop calls these methods; only `stop` blocks."""
+    """Samples answers to requests on its own thread. The event loop calls these methods; only `stop` blocks."""
 
     @property
     def totals(self) -> LoopTotals:

@@ -71,11 +71,11 @@ class TextWindow:
         self._stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Append a token's text; return whether the text now contains a stop string, before which it is cut."""
+        """Append a token's text; if the text now contains a stop string, cut it before that string and return True."""
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
-        """End the text, including what the detokenizer still holds back of an incomplete character."""
+        """End the text; append the incomplete character, if any, that the detokenizer still holds back."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
             self._stopped = True
@@ -134,12 +134,12 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """Record that weights of `version` sample all tokens from the next one on."""
+        """Record that the weights of `version` sample the next token and all later ones."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
     def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
-        """Return (model_version, num_tokens) runs of tokens [start, end), by default all; any thread may call this."""
+        """Return (model_version, num_tokens) spans of tokens [start, end), by default all; any thread may call it."""
         upto = len(self.token_ids) if end is None else end
         marks = list(self._marks)
         nexts = [at for _, at in marks[1:]] + [upto]
@@ -409,7 +409,7 @@ def token_chunk(
     top = [] if token.top is None else [token.top]
     returned, reason = chat.return_token_ids, token.finish_reason
     delta = Delta(content=token.text or None)
-    if offered_tools(chat):  # the text may turn out to be part of a call, so it is sent only at the end
+    if offered_tools(chat):  # the text may be part of a tool call, so it is sent only at the end
         delta = Delta()
         if reason is not None:
             sequence = next(each for each in request.sequences if each.index == token.index)

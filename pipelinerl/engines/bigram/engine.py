@@ -153,8 +153,9 @@ def sample_rows(
     Temperature applies first. Then only the `top_k` likeliest tokens and tokens of at least `min_p` times the highest
     probability are kept. Of these, renormalised, only the fewest likeliest tokens that reach `top_p` together are kept.
     The log-probs are those of the resulting distribution; greedy rows report the distribution at temperature 1. The
-    sampled token is the inverse of the cumulative distribution at the noise. A row whose logits contain NaN or +inf, or
-    nothing above -inf, gets a NaN log-prob. `top` receives the likeliest tokens of the rows that report any.
+    sampled token is the inverse of the cumulative distribution, evaluated at the row's noise. A row whose logits
+    contain NaN or +inf, or nothing above -inf, gets a NaN log-prob. `top` receives the likeliest tokens of the rows
+    that report any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):

@@ -55,7 +55,8 @@ class Sampled:
     """The results of one step for one sample.
 
     Attributes:
-        token_ids, logprobs: the tokens that follow those of earlier steps, all sampled by one version.
+        token_ids, logprobs: the sample's new tokens and their log-probs, all sampled by the same version of the
+            weights.
         arrived: the number of tokens that the core has sampled since the last step; their ids may be reported later.
         top: for each of `token_ids` the likeliest tokens at its position, at least as many as the request wants.
         ended: True if the core stops sampling this sample, for any reason.
@@ -136,7 +137,7 @@ class EngineCore(Protocol):
         ...
 
     async def next_step(self) -> Step:
-        """Return the next step. If it has already arrived, return it without yielding to the event loop."""
+        """Return the next step's results. If they have already arrived, return without yielding to the event loop."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
@@ -299,7 +300,7 @@ class CoreLoop:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        finally:  # runs after the core's death too, which threading's excepthook reports
+        finally:  # this also runs after the core's death, which threading's excepthook reports
             self._end()
 
     async def _serve(self) -> None:
@@ -323,7 +324,7 @@ class CoreLoop:
             await self._core.close()
 
     def _interrupt(self) -> None:
-        """Cancel the task that waits for a step, unless that task already closes the core: a half-closed core leaks."""
+        """Cancel the task that waits for a step, unless it is already closing the core: a half-closed core leaks."""
         if self._stepping is not None:
             self._stepping.cancel()
 
@@ -333,7 +334,7 @@ class CoreLoop:
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
-        if commit is not None:  # fail the swap here, since its task may never run
+        if commit is not None:  # fail the commit here, since the task that performs it may never run
             with suppress(InvalidStateError):  # the commit's future may already have a result or be cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
@@ -364,7 +365,7 @@ class CoreLoop:
         self._send(self._begin(request))
 
     async def _begin(self, request: Request) -> None:
-        """Begin a request's samples once the core is not paused, so that each begins with a single, known version."""
+        """Begin a request's samples once the core is not paused, so that all begin with the same, known version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
             # The salt keeps prompts from reusing a cache that older weights filled. The exception is a sample that
@@ -425,7 +426,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # the core does not know stop strings, so it still samples these
+        if surplus:  # the core does not know stop strings, so it still samples these choices
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:
@@ -439,7 +440,8 @@ class CoreLoop:
             epoch, version = serving
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
-                sequence.request.epoch = epoch  # the first token's epoch; later tokens may have a later epoch
+                # The epoch of the request's first token; later tokens may have a later epoch.
+                sequence.request.epoch = epoch
         num_top = sequence.request.num_top
         for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             if num_top:

@@ -111,11 +111,11 @@ class EngineClient:
             ) from None
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """POST /init_process_group; waits for the request's own timeout."""
+        """POST /init_process_group; the request's own timeout limits the wait."""
         return await self._posted(url, routes.INIT_PROCESS_GROUP, ProcessGroupStatus, request)
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """POST /request_weight_update; waits for the request's own timeout."""
+        """POST /request_weight_update; the request's own timeout limits the wait."""
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
 
     async def _polled(self, url: str, path: str) -> bytes:
@@ -129,7 +129,7 @@ class EngineClient:
         answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
         content = await _accepted(f"POST {url}{path}", answer, timeout_s)
         known, same, answered = self._last_answer
-        if known is not schema or same != content:  # parse equal answers of a fleet's engines only once
+        if known is not schema or same != content:  # equal answers of several engines are parsed only once
             answered = _validated(url + path, schema, content)
             self._last_answer = schema, content, answered
         return answered

@@ -1,4 +1,4 @@
-"""`EngineTeacher`: log-probs of given tokens from an engine of the contract, in place of a model in the trainer.
+"""`EngineTeacher`: gets a teacher's log-probs of given tokens from an engine, instead of a model in the trainer.
 
 | waits for | unblocked by |
 |---|---|
@@ -24,14 +24,14 @@ from trainer_contract.types import Float32, MicroBatch
 
 #: Environment variable for the bearer token of teacher engines.
 TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
-#: The most requests in flight at once.
+#: The maximum number of requests in flight.
 _AT_ONCE: Final = 64
 _AGAIN_S: Final = 1.0
 
 
 @final
 class EngineTeacher:
-    """A frozen model behind an engine's URL. `timeout_s` limits the wait for a segment, retries included."""
+    """A frozen teacher, served by an engine at a URL. `timeout_s` limits the wait for a segment, retries included."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url = url
@@ -45,7 +45,8 @@ class EngineTeacher:
 
     def close(self) -> None:
         """Close the connections."""
-        with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
+        # A thread of its own, because the caller's thread may already run an event loop.
+        with ThreadPoolExecutor(1) as thread:
             thread.submit(self._closed).result()
 
     def _closed(self) -> None:

@@ -1,4 +1,4 @@
-"""`OpenAIServer`: text answers from any server of OpenAI's chat completions.
+"""`OpenAIServer`: a client for text answers from any server that offers OpenAI's chat completions API.
 
 It sends only OpenAI's own fields, and requests one sample at a time, since not all servers support `n`. If the server
 is busy or unreachable, a call is retried with the same seed until its deadline. The error for a rejected request names
@@ -25,7 +25,7 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 #: HTTP statuses after which the request is retried, because the server's state causes them, not the request.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-#: Most characters of a server's error text to quote.
+#: Maximum number of characters to quote of a server's error text.
 _QUOTED_CHARS: Final = 300
 #: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31
@@ -64,7 +64,7 @@ class OpenAIServer:
         await self._session.aclose()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:
-        """Return one sample of this conversation. Raises `EngineUnreachable` if rejected, `DeadlineError` if late."""
+        """Return one sample. Raises `EngineUnreachable` if the server rejects the request, `DeadlineError` if late."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": each.role, "content": each.content} for each in messages],
@@ -101,7 +101,7 @@ class OpenAIServer:
 
 
 async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
-    """Return the cards of the models that the server at `url` lists. Raises `AddressError` for any other answer."""
+    """Return the cards of the models that the server at `url` lists. Raises `AddressError` if it sends no list."""
     call = f"GET {url}{routes.MODELS}"
     try:
         async with async_session(url, token=token) as session:

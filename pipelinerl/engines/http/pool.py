@@ -148,7 +148,11 @@ class PartialAnswer:
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
-        """Return the next engine's request: the original one, or one for the missing tokens and the whole text."""
+        """Return the next engine's request.
+
+        It is the original request if no tokens have arrived. Otherwise it requests the missing tokens, and the text of
+        each unfinished sample from its beginning.
+        """
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
             missing = {index: sample for index, sample in self._samples.items() if sample.finish_reason is None}
@@ -157,12 +161,12 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            # `prompt_token_ids` replace these two fields
+            # these two fields are already contained in `prompt_token_ids`
             changes |= {"continue_token_ids": None, "continue_from": None}
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add a chunk; return False if its epoch is not that of the answer. Raises `EngineUnreachable` if malformed."""
+        """Add a chunk; return False if its epoch is not the answer's. Raises `EngineUnreachable` if malformed."""
         if self._last is not None and chunk.epoch != self._last.epoch:
             return False
         if self._prompt is None:
@@ -177,7 +181,7 @@ class PartialAnswer:
         return True
 
     def hand_over(self) -> None:
-        """Record that the current engine has stopped; its tokens are kept for the next engine."""
+        """Record that the current engine has stopped; the tokens received so far are kept for the next engine."""
         self.tokens_kept += self.num_tokens - self._handed_over
         self._handed_over = self.num_tokens
 
@@ -248,7 +252,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens for which `passed_over` is false, or None."""
+        """Return the engine with the fewest outstanding tokens, except engines that are `passed_over`, or None."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
@@ -352,7 +356,7 @@ class EnginePool:
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Set the serving engines. `finishing` engines may finish their requests; other engines' requests move."""
+        """Set the serving engines. Engines in `finishing` may finish their requests; requests on others move."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)
@@ -379,7 +383,8 @@ class EnginePool:
         outstanding tokens than the least busy engine. `begun` is called whenever a try starts without earlier tokens.
 
         Raises:
-            ContractError: every serving engine has rejected the request; this is the last engine's error and names it.
+            ContractError: every serving engine has rejected the request; this is the last engine's error, which names
+                the engine.
             EngineUnreachable: `engine` is neither serving nor finishing.
             DeadlineError: no engine answered in time; the message names the last failure.
         """
@@ -431,7 +436,11 @@ class EnginePool:
         )
 
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
-        """Return `engine`, or the least busy engine that no request reserves; None while all candidates are suspect."""
+        """Return `engine` if it is given, otherwise `near` or the least busy engine; None while no engine can be used.
+
+        An engine cannot be used while it is suspect or reserved by another request, or after it has rejected this
+        request.
+        """
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
         able = self._known & {engine} if engine else self._serving

@@ -1,1 +1,1 @@
-"""The JAX engine: Llama-family model directories, on any device that XLA supports."""
+"""The JAX engine, which serves Llama-family model directories on any device that XLA supports."""

@@ -1,4 +1,4 @@
-"""The device programs of a JAX engine: prompts into the cache, one step of all rows, copies between rows.
+"""The device programs of a JAX engine, which compute prompts, run one step of all rows, and copy between rows.
 
 The cache has a slot for each row, as long as the context. Every function is compiled once for each shape of its
 arguments and each `length`, which come from the short lists of `Buckets`. The number of copied rows is a traced
@@ -27,7 +27,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
 
-#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use `PLAIN`.
+#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use plain attention.
 _BLOCK: Final = 128
 
 

@@ -1,8 +1,8 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
 The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
-call runs programs of `engines.jax.program` at the shapes of `Buckets`. `warm_up` compiles all programs but those of
-truncated sampling, and new weights never compile anything.
+call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs but
+those of truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _LEAST_LENGTH: Final = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The few shapes that an engine runs, since XLA compiles a program for each shape. Sizes are ascending.
+    """The few sizes to which an engine rounds up, since XLA compiles a program for each shape. Sizes are ascending.
 
-        rows of a step      16, 32, 64, … slots
-        lengths             128, 256, 512, … context: of a step's attention, a padded prompt, a copy
+        rows of a step      16, 32, 64, …, up to the number of slots
+        lengths             128, 256, 512, …, up to the context: the length of a step's attention, of a padded prompt,
+                            or of a copy between rows
         prompts at once     1, 4, 16, … for each of `lengths`, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.
@@ -76,7 +77,7 @@ class Buckets:
         return self.lengths[bisect_left(self.lengths, length)]
 
     def prompts_at(self, length: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompts at once, padded to `length` (one of `lengths`)."""
+        """Return the compiled batch sizes of prefills of prompts padded to `length` (one of `lengths`)."""
         return self.prompts[self.lengths.index(length)]
 
 
@@ -262,7 +263,7 @@ _BLOCK: Final = 1024
 
 
 class SampledBatch(NamedTuple):
-    """Token ids i32 [B] and log-probs f32 [B]; optionally, both [B, K] for the likeliest tokens."""
+    """Token ids i32 [B] and log-probs f32 [B]; optionally, ids and log-probs [B, K] of the likeliest tokens."""
 
     token_ids: Array
     logprobs: Array
@@ -291,7 +292,7 @@ def sample(
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
         num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
-    with jax.enable_x64(True):  # only for this call: JAX otherwise converts fp64 to fp32
+    with jax.enable_x64(True):  # enabled only for this call; JAX otherwise converts fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 

@@ -1,1 +1,1 @@
-"""The torch engine: any Hugging Face causal language model directory, on CPU or CUDA."""
+"""The torch engine, which serves any Hugging Face causal language model directory on CPU or CUDA."""

@@ -21,7 +21,7 @@ from trainer_contract.types import Kernels
 
 NAME: Final = "pipelinerl_rows"
 
-#: Unsupported arguments that would change the result.
+#: Arguments of transformers' attention interface that are not supported and would change the result.
 _REFUSED: Final = ("s_aux", "position_bias", "head_mask")
 
 
@@ -96,7 +96,7 @@ def attend_decode(
 
 
 def reading_for(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> CacheReading:
-    """Return how a decode step reads the blocks on `device` in `dtype`."""
+    """Return the way in which a decode step on `device` in `dtype` reads the cache's blocks."""
     if kernels is Kernels.BATCH_INVARIANT:
         return CacheReading.TILES
     if device.type == "cpu":

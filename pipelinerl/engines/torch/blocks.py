@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 #: Key of an index entry: the number of the entry before it (0 for none), and the block's tokens i32 as bytes.
 _Key = tuple[int, bytes]
 
-#: Blocks in use are moved together once they spread over at least this multiple of their number.
+#: Blocks in use are renumbered from 0 once they spread over at least this multiple of their number.
 _MOST_SPREAD: Final = 4 / 3
-#: Blocks in use are not moved together while all of them are among the first `_FEW`.
+#: Blocks in use are not renumbered while all of them are among the first `_FEW`.
 _FEW: Final = 32
 
 
@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row's blocks. `filed` numbers the index entries of the first full ones; None if older weights computed them."""
+    """A row's blocks; `filed` are the index entries of the first full ones, None if older weights computed them."""
 
     blocks: list[int]
     filed: list[int] | None
@@ -139,7 +139,7 @@ class BlockTable:
         return True
 
     def release(self, row: int, num_tokens: int) -> None:
-        """Free a row's blocks, of which the first `num_tokens` tokens are computed; indexed blocks are kept."""
+        """Free the blocks of a row whose first `num_tokens` tokens are computed; indexed blocks are kept."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
         for block in reversed(own.blocks):  # reversed, so that a sequence's later blocks are evicted first
@@ -179,14 +179,16 @@ class BlockTable:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def gather(self) -> Copies | None:
-        """Renumber the blocks in use from 0 on if they are spread too far; return the copies that this needs. Reading
-        all blocks up to the last one in use is then nearly as cheap as reading only those in use.
+        """Renumber the blocks in use from 0 if they spread too far; return the copies that the caller must then make.
+
+        Reading all blocks up to the last one in use is then nearly as cheap as reading only those in use.
         """
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # the blocks in use, and room for some more
+        # Cached blocks without a row are moved out of the first `limit` blocks, which hold those in use and some more.
+        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True
         in_the_way = kept[:limit].nonzero()[0]

@@ -1,9 +1,9 @@
-"""`DecodeGraphs`: a decode step, forward and sampling, as CUDA graphs.
+"""`DecodeGraphs`: runs a decode step (forward pass and sampling) as a CUDA graph.
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
-run them. A graph launches all at once. Its tensors have fixed addresses, so there is one graph for each number of rows,
-rounded up, and for each of the two weight buffers; each is captured on first use, in tens of milliseconds. Rows without
-a sequence write to the cache's spare block.
+run them. A graph launches all kernels in one call. The graph's tensors have fixed addresses, so there is one graph for
+each number of rows, rounded up, and for each of the two weight buffers; each is captured on first use, in tens of
+milliseconds. Rows without a sequence write to the cache's spare block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecodeGraphs:
         self._rows = rows
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # one row for each of the four `Inputs`
+        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # a row for each field of `Inputs`
         self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # one row for token ids, one for log-probs
         blocks = cache.table.table.shape[1]
         self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device="cuda")
@@ -47,7 +47,7 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
 
     def run(self, inputs: Inputs) -> Tensor:
-        """Run a step of rows 0..B-1; return logits [B, V], which the next step overwrites."""
+        """Run a step of rows 0..B-1; return logits [B, V], valid until the next step overwrites them."""
         count = len(inputs.feeds)
         padded = padded_rows(count, self._rows)
         host = self._host.numpy()
@@ -63,7 +63,7 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def sampled(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the token ids [count] and the log-probs of the last step; only for rows that truncate nothing."""
+        """Return the token ids [count] and the log-probs of the last step; valid only for rows without truncation."""
         self._answers.copy_(self._results, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         token_ids, logprobs = self._answers.numpy()[:, :count]
@@ -114,7 +114,8 @@ def padded_rows(count: int, most: int) -> int:
 
 
 def _pinned(fields: int, rows: int) -> Tensor:
-    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # fp64 holds token ids and f32 exactly
+    # Fp64 represents token ids and f32 values exactly.
+    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)
 
 
 def _on_device(fields: int, rows: int) -> Tensor:

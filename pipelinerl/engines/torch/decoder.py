@@ -1,8 +1,8 @@
 """A module-free forward of the Llama family (Llama, Qwen2, Qwen3) over the model's own parameters.
 
 With few rows in a step, transformers' modules spend more time in Python than in arithmetic. This forward calls the same
-operations directly, and reads the parameters in place, so a swap of weights reaches it too. Tests hold both to the same
-log-probs.
+operations directly, and reads the parameters in place, so a swap of weights reaches it too. Tests check that both
+forwards give the same log-probs.
 
 In half precision it rounds exactly where a trainer under autocast rounds. Linear layers and attention are in the
 model's dtype; the residual stream, norms and rotations are in fp32. transformers' modules in half precision round after
@@ -92,11 +92,11 @@ class _Layer:
 
 @final
 class LlamaForward:
-    """The forward of one model; only for models that `fits` accepts."""
+    """The module-free forward pass of one model; only for models that `fits` accepts."""
 
     def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model
-        self._is_fast = kernels is Kernels.FAST  # if not, norms and rotations are those of transformers
+        self._is_fast = kernels is Kernels.FAST  # otherwise norms and rotations are computed as transformers does
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = backbone.layers[0].self_attn.head_dim
@@ -123,18 +123,18 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Return whether `model` belongs to the family and uses only what this forward computes."""
+        """Return whether `model` belongs to the Llama family and uses only what this forward computes."""
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return False
         rope = getattr(model.config, "rope_parameters", None) or {}
         return rope.get("rope_type", "default") in _STATIC_ROPE
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Store keys and values of prompts [P, T] as planned."""
+        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
         self._hidden(token_ids, positions, cache, plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Return logits [K, V] after one token for each fed row [K, 1]."""
+        """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
         x = self._hidden(token_ids, positions, cache, plan)
         hidden = self._rms_norm(x, self._norm.float())
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))

@@ -25,11 +25,11 @@ class Forward(Protocol):
     """Interface between a runner and the forward pass of its model."""
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Store keys and values of prompts [P, T] as planned."""
+        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
         ...
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Return logits [K, V] after one token for each fed row [K, 1]."""
+        """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
         ...
 
 
@@ -56,11 +56,11 @@ class ModuleForward:
         self._backbone: nn.Module = getattr(model, str(model.base_model_prefix), model)
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Store keys and values of prompts [P, T] as planned."""
+        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
         self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Return logits [K, V] after one token for each fed row [K, 1]."""
+        """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
         output: Any = self._model(
             input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
         )

@@ -1,4 +1,4 @@
-"""`PageCache`: keys and values in blocks, behind the two methods that transformers' models call.
+"""`PageCache`: a cache of keys and values in blocks, with the two methods that transformers' models call.
 
 A model calls `update` per layer and gets back the keys and values to attend to; `attention` then attends. A plan, set
 before each forward, says how the forward uses the cache:
@@ -47,7 +47,7 @@ BLOCK: Final = 32
 
 #: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
 _MOST_LEFT: Final = 7 / 8
-#: The lineage numbers of new rows repeat after this many, far more than the rows that begin between two steps.
+#: New rows get lineage numbers (see `AlikeRows`) modulo this; far fewer rows begin between two steps.
 _BEGINNINGS: Final = 2**20
 #: The most rows that read one copy of a shared block.
 _AT_ONCE: Final = 16
@@ -151,7 +151,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """The part of `DecodePlan` that does not depend on positions, for a state of the table and of duplicate rows."""
+    """The part of `DecodePlan` that does not depend on positions.
+
+    It stays valid while the block table and the duplicate rows do not change.
+    """
 
     changes: int
     key: tuple[int, bytes]
@@ -232,7 +235,7 @@ class PageCache:
         return self.plan
 
     def plan_on_device(self, positions: Tensor, table: Tensor) -> DecodePlan:
-        """Plan a forward from tensors that a graph reads: `positions` i64 [K, 1], and blocks `table` i64 [K, n]."""
+        """Plan a forward from tensors that a CUDA graph reads: `positions` i64 [K, 1], blocks `table` i64 [K, n]."""
         size, heads = self._shape.size, torch.arange(self._shape.heads, device=self._device)
         block = table.gather(1, positions // size)
         self.plan = DecodePlan(
@@ -274,8 +277,8 @@ class PageCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to: the prompts' own [P,
-        H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
+        """Store a layer's new keys and values [.., H, T, D] as the plan says; return the keys and values to attend to:
+        the prompts' own [P, H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
         """
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         head_dim = self._shape.head_dim
@@ -368,7 +371,10 @@ class AlikeRows:
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
     def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicates, or None if too few."""
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicate rows.
+
+        Returns None if there are too few duplicates to save time.
+        """
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
         columns = np.stack((self._lineage[:count], feeds, positions))[:, order]

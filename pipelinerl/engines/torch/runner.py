@@ -127,13 +127,13 @@ class TorchRunner:
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
+        """Move whole rows; no row is both a source and a target. The blocks of the rows are not copied."""
         self._rows.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._table.release(target, 0)
@@ -169,7 +169,7 @@ class TorchRunner:
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows, batching prompts of similar length after their cached prefixes. A prompt
-        whose prefix another prompt computes waits for it and reuses it.
+        whose prefix another prompt computes waits for that prefix and reuses it.
         """
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
@@ -211,7 +211,7 @@ class TorchRunner:
         return self._table.begin(prefill.rows, tokens, reuses=reuses)
 
     def _fill(self, batch: Sequence[Prefill], start: int = 0) -> int:
-        """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
+        """Compute the prompts together from position `start`; return the padded length of a prompt."""
         lengths = [len(prefill.token_ids) for prefill in batch]
         longest = max(lengths) - start
         if self._graphs is not None:  # pad a single token, which torch would compile separately

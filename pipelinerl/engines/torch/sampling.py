@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 class Sample(NamedTuple):
-    """Token ids i64 [B] and log-probs f32 [B]; optionally, both [B, K] for the likeliest tokens."""
+    """Token ids i64 [B] and log-probs f32 [B]; optionally, ids and log-probs [B, K] of the likeliest tokens."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -89,7 +89,7 @@ def _draw(logprobs: Tensor, noise: Tensor, greedy: Tensor | None) -> Sample:
 
 
 def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """Return logits f32 [B, V] with the changes of the rows."""
+    """Return logits f32 [B, V] with each row's logit changes added."""
     rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in changes.of(len(logits)))
     return logits.float().index_put((rows, token_ids), values, accumulate=True)
 

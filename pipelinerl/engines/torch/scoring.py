@@ -1,4 +1,4 @@
-"""Log-probs of given tokens: one forward of the model's own modules over a whole prompt, apart from the cache."""
+"""Log-probs of given tokens: one forward of the model's own modules over a whole prompt, without the KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-#: Positions whose log-probs are computed at once, in fp32 [positions, vocabulary].
+#: Number of positions whose log-probs are computed at a time, in fp32 [positions, vocabulary].
 _AT_ONCE: Final = 256
 
 

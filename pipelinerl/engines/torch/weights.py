@@ -16,7 +16,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers do."""
+    """Return the layout of the model's parameters, with tied parameters once, under the first name, as in trainers."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
@@ -45,7 +45,7 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
-        # for the address of each buffer, the views of all parameters by name
+        # the views of all parameters by name, for the address of each of the two buffers
         self._views: dict[int, dict[str, Tensor]] = {}
         self._staged: Tensor | None = None
         self._current = self._buffer()

@@ -48,14 +48,14 @@ class GroupEndpoint(Protocol):
 
 
 class EndpointFactory(Protocol):
-    """Factory of an engine's endpoints, in a process that can reach its staged weights: by default the engine's own."""
+    """Factory of an engine's endpoints, in a process that can reach its staged weights, by default its own process."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Return True if groups of `backend` can deliver bytes into `staging`."""
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return flat uint8 [num_bytes] like `staging`, for conversion. Raises `InvalidRequest` if memory is short."""
+        """Return flat uint8 [num_bytes] like `staging`, to convert dtypes. Raises `InvalidRequest` if memory is low."""
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
@@ -66,7 +66,7 @@ class EndpointFactory(Protocol):
 @final
 class _InProcess:
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Return True if the backend can deliver into `staging`: NCCL goes from GPU to GPU."""
+        """Return True if the backend can deliver into `staging`: NCCL delivers only from GPU to GPU."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -101,7 +101,7 @@ def joined(request: InitProcessGroupRequest) -> Any:
     )
 
 
-#: The most joins that may wait for their peers at once; each has a thread.
+#: Maximum number of joins that may wait for their peers at the same time; each join has a thread.
 _MOST_JOINING: Final = 16
 
 
@@ -116,7 +116,7 @@ class _Membership:
         return self.joining.done() and self.joining.exception() is None
 
     def leave(self) -> None:
-        """Leave the membership. A join cannot be interrupted, so an unfinished one is closed when it has formed."""
+        """Leave the membership. A join cannot be interrupted, so an unfinished join is closed once it has formed."""
         self.usable = False
         self.close_if_left()
 
@@ -148,13 +148,14 @@ class GroupMember:
         return request.generation not in self._spent and request.generation > max(begun, default=-1)
 
     async def join(self, request: InitProcessGroupRequest, *, epoch: int = 0) -> ProcessGroupStatus:
-        """Join, or wait for the join that the same request has begun; `epoch` is the latest known to the engine.
+        """Join, or wait for the join that the same request has begun; `epoch` is the latest that the engine knows.
 
         Raises:
             StaleGeneration: a later membership has formed, or this one has failed or was left.
             InvalidRequest: the generation is implausibly far above the one joined.
             Overloaded: too many joins wait for their peers.
-            DeadlineExceeded, PeerLost: another rank did not join, or broke off.
+            DeadlineExceeded: another rank did not join in time.
+            PeerLost: another rank left while the group was forming.
         """
         self._promote()
         known, generation = self._membership, request.generation
@@ -193,7 +194,7 @@ class GroupMember:
         return made
 
     def _promote(self) -> None:
-        """Make the ended join with the highest generation the current membership, unless a later one is current."""
+        """Make the completed join with the highest generation the current membership, unless a later one is current."""
         ended = [joining for joining in self._joining.values() if joining.joining.done()]
         for candidate in sorted(ended, key=lambda one: one.request.generation):
             generation, before = candidate.request.generation, self._membership
@@ -244,7 +245,7 @@ class GroupMember:
             )
 
     def endpoint(self) -> tuple[GroupEndpoint, Callable[[], None]]:
-        """Return the joined endpoint, and the function that leaves it for good; `check` must have passed."""
+        """Return the joined endpoint, and the function that leaves it for good. Call `check` first."""
         assert self._membership is not None
         return self._membership.joining.result(), self._membership.leave
 

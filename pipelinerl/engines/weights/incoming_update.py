@@ -57,7 +57,7 @@ class IncomingUpdate:
 
     Attributes:
         request: the PREPARE that requested it.
-        sender, unblock: the sender, and the event that ends a wait for it, for error messages.
+        sender, unblock: for error messages, the sender's name, and the event that would end a wait for the sender.
         received: the outcome.
         give_up: ends the transfer as early as possible; called when it is no longer needed, and after a failure.
     """
@@ -139,8 +139,8 @@ def _broadcast(
 ) -> Received:
     """Receive piece by piece; the duration counts from the first piece, since the trainer may start later.
 
-    Each piece may take the request's timeout. A rank that stalls between rank 0 and this one can delay it only so long;
-    then this rank is free for the next generation of the group.
+    Each piece may take the request's timeout. A rank that forwards pieces from rank 0 and stalls can therefore delay
+    this rank only for that time; then this rank can join the next generation of the group.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.torch_transfer import OverlappedDigest, stream_for
@@ -165,7 +165,7 @@ def _broadcast(
 
 
 def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
-    """Compare rank 0's announced pieces with the request first: an oversized piece would end this process."""
+    """Compare the pieces that rank 0 announced with the request; receiving an oversized piece would end the process."""
     if request.pieces_key is None:
         return
     announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)

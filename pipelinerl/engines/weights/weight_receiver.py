@@ -133,7 +133,7 @@ class _Update:
 
 @final
 class WeightReceiver:
-    """The contract's two weight routes; every method runs on one event loop."""
+    """Implements the contract's two weight routes for an engine; every method runs on one event loop."""
 
     def __init__(
         self, target: WeightTarget, *, pull: PullSource | None = None, endpoints: EndpointFactory = IN_PROCESS
@@ -280,7 +280,7 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Return whether the requested version serves and is not dirty. Raises `StaleVersion` if a later one serves."""
+        """Return True if the requested version serves and is not dirty. Raises `StaleVersion` if a later one serves."""
         serving, wanted = self._target.serving(), (request.epoch, request.version)
         if wanted < serving:
             raise StaleVersion(
@@ -405,7 +405,7 @@ def _named(request: WeightUpdateRequest) -> str:
 
 
 def _in_pieces(layout: WeightLayout, bucket_bytes: int) -> WeightLayout:
-    """Return `layout` unchanged. Raises `InvalidRequest` if the buckets are so small that there are too many pieces."""
+    """Return `layout` unchanged. Raises `InvalidRequest` if small buckets would divide it into too many pieces."""
     if layout.num_bytes // bucket_bytes > MAX_PIECES:
         least = -(-layout.num_bytes // MAX_PIECES)
         raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {bucket_bytes}")

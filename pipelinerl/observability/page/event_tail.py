@@ -73,7 +73,8 @@ class EventTail:
             data = file.read(self._piece)
         whole = data.rfind(b"\n") + 1
         if not whole:
-            if len(data) < self._piece:  # the last line is still being written, or torn
+            # The last line is incomplete: it is still being written, or its writer was killed.
+            if len(data) < self._piece:
                 self.size = self.offset
             elif self._piece < _MOST_BYTES:
                 self._piece *= 2
@@ -84,7 +85,7 @@ class EventTail:
         self._piece = _PIECE_BYTES
         self.offset += whole
         if self.offset + len(data) - whole >= self.size:
-            self.size = self.offset  # only an incomplete line is left
+            self.size = self.offset  # only an incomplete line is left to read
         return [event for line in data[: whole - 1].split(b"\n") if (event := self._event(line)) is not None]
 
     def _event(self, line: bytes) -> Event | None:

@@ -1,4 +1,4 @@
-"""The current state of a run: means over recent steps with intervals, token ages, mismatch and waits by cause. Pure.
+"""The current state of a run: means over recent steps with intervals, token ages, mismatch and waits by cause. No I/O.
 
 A mean is taken over a window of recent steps, each weighted by its rollouts; its interval is ±1.96 standard errors.
 While the model learns fast, the steps of a window are not independent. The interval is then too wide rather than too
@@ -108,7 +108,7 @@ def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _ages(steps: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the shares of trained tokens by age, named as in `causes.figures`."""
+    """Return the share of trained tokens of each age in versions; ages are named as in `numerics.causes.figures`."""
     shares: dict[str, float] = {}
     for step in steps:
         tokens = number(step, "sampled_tokens") or 1.0
@@ -151,7 +151,7 @@ def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
 
 
 def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
-    """Return the seconds of the steps by activity; verification and update pauses overlap with other activities."""
+    """Return how many seconds the steps spent in each activity; verification and update pauses overlap with others."""
     stepping = sum(number(step, "step_s") or 0.0 for step in steps)
     waited = sum(number(step, "wait_s") or 0.0 for step in steps)
     wall = stepping + waited
@@ -194,7 +194,7 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
         return None
     mean = math.fsum(value * weight for value, weight in pairs) / total
     half = 0.0
-    if share:  # for a share of right answers, the deviation is known even from a single step
+    if share:  # a share of right answers is binomial, so its deviation is known even from a single step
         half = _Z * math.sqrt(max(0.0, mean * (1.0 - mean)) / total)
     elif len(pairs) == 1:
         return {"mean": mean, "low": None, "high": None}

@@ -57,7 +57,7 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Labels of frequent kinds of events, of which only the count since the last step is kept.
+#: Labels of frequent kinds of events. Such events are not kept, only counted since the last step.
 _COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 
@@ -67,10 +67,10 @@ class RunView:
     """The state of one run according to its log.
 
     Attributes:
-        started, ended: the first `run_started`; the last event that ends the run, or None while it is live.
+        started, ended: the first `run_started` event; the last event that ends the run, None while the run is live.
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
-        marks, mark_count: the last marks, and their total number.
-        evaluations: the newest of each set. alarms: the active ones. engines: by URL.
+        marks, mark_count: the last chart marks, and the number of all marks so far.
+        evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
         ended_groups: number of orders that ended untrained since the last step, by cause.
     """
 
@@ -136,7 +136,7 @@ class RunView:
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
-        """Return the chart marks after the first `number`; all kept marks if there have been fewer than `number`."""
+        """Return the chart marks after the first `number` ones; all kept marks if there were fewer than `number`."""
         new = self.mark_count - number
         kept = len(self.marks)
         return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))

@@ -133,7 +133,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """One sample: its group's key, its number in the group, and whether the group has a signal."""
+    """One sample: its group's key, its number in the group, and whether the group has a signal (its rewards differ)."""
 
     key: int
     number: int
@@ -147,7 +147,7 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """One page of samples, out of `matched`; `after` is the argument for the next page, None after the last page."""
+    """One page of the `matched` samples that match; `after` requests the next page, and is None on the last page."""
 
     matched: int
     places: list[SamplePlace]
@@ -352,7 +352,10 @@ class SampleIndex:
         groups["there"] &= groups["file"] != self._files.known(file)
 
     def _make_room(self) -> None:
-        """Drop the oldest samples beyond the limit, once there are twice as many or half of the groups were removed."""
+        """Drop the oldest samples beyond the limit.
+
+        Do nothing until there are twice as many samples as the limit, or half of the groups were removed.
+        """
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2
         if len(samples) < 2 * self.most and not gone:

@@ -89,7 +89,7 @@ class StepTable:
 
     @property
     def figures(self) -> list[str]:
-        """Names of the metrics: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
+        """Names of the metrics, such as `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
         return sorted(self._columns)
 
     @property
@@ -136,7 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps from `first` to `last`, without steps up to `since`."""
+        """Return the steps from `first` to `last` that come after `since`, merged to at most `points` rows."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)
@@ -146,7 +146,7 @@ class StepTable:
         ends = np.minimum(starts + each, count) - 1
         positions = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
-        if each == 1:  # without merging, all columns can be gathered together
+        if each == 1:  # without merging, the columns of all metrics can be gathered together
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
             return StepRows(each=each, places=positions, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}
@@ -236,7 +236,7 @@ def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
 
 
 def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
-    """Return, for each part of the column, the first index at which it has its `wanted` value."""
+    """Return, for each part of the column, the index of its first entry that equals the part's `wanted` value."""
     parts = np.diff(starts, append=len(column))
     there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
     return np.minimum.reduceat(there, starts)

@@ -13,7 +13,7 @@ from typing import Final
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened, visible
 
-#: Number of steps, the last ones that have samples, from which the report chooses.
+#: Number of steps from which the report chooses samples: the last ones that have any.
 _STEPS: Final = 5
 _SHOWN: Final = 4
 _MOST: Final = 1500

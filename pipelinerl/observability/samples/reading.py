@@ -22,7 +22,7 @@ LENGTH: Final = "length"
 
 
 class Ranking(StrEnum):
-    """The order in which samples are selected if there is a limit."""
+    """The order in which samples are selected if their number is limited."""
 
     NEWEST = "newest"
     WORST = "worst"

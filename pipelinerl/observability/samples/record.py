@@ -109,7 +109,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem. `step` is the model version that training on them made, or that was evaluated.
+    """The answers to one problem. `step` is the model version after training on them, or the evaluated one.
 
     `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """
@@ -212,7 +212,8 @@ def _shortened(value: Any, most: int) -> Any:
     kind = type(value)
     if kind is str:
         cut = shortened(value, most)
-        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # replace lone surrogates
+        # Replace lone surrogates, which UTF-8 cannot encode.
+        return cut if cut.isascii() else cut.encode(errors="replace").decode()
     if kind is dict:
         return {
             key if len(key) <= most and key.isascii() else _shortened(key, most): (
@@ -228,8 +229,8 @@ def _shortened(value: Any, most: int) -> Any:
 # --- safe display -----------------------------------------------------------------------------------------------------
 #
 # `visible` makes model output safe to display on a terminal and in a page. Model output is untrusted. Escape sequences
-# can move the cursor or rename the window, direction marks can make a wrong answer read as the right one, and zero-
-# width characters can make two texts look alike. All of these are shown as Python's escapes and have no effect.
+# can move the cursor or rename the window, direction marks can make a wrong answer read as the right one, and
+# zero-width characters can make two texts look alike. All of these are shown as Python's escapes and have no effect.
 
 #: Ordinary layout characters, which `visible` leaves unchanged.
 _LAYOUT: Final = frozenset("\n\t")

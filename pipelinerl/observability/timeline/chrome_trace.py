@@ -43,7 +43,8 @@ _EVENTS: Final = "events"
 _GROUPS: Final = "groups"
 #: Processes of the trace, in Perfetto's display order; engines follow.
 _PROCESSES: Final = ("run", TRAINER, PUBLICATION, EVALUATION, CHECKPOINT, _GROUPS)
-#: Names under which activities that overlap others of their lane (one part of the run) are drawn, as separate rows.
+#: Activities that may overlap others of the same lane (one part of the run), each with the name of the separate row on
+#: which it is drawn.
 _WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "stall", "away": "away"}
 
 TraceEvent = dict[str, Any]
@@ -60,7 +61,8 @@ class ChromeTrace:
     _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
     _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
-    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # by track, the end of its last span in µs
+    # By track, the time (µs) at which its last span ends.
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)
     # By version, a time (µs) within the span of the version's step.
     _steps: dict[int, int] = field(default_factory=dict)
     # By version, a time (µs) within the span of each of its publications.
@@ -151,7 +153,7 @@ class ChromeTrace:
     def _complete(
         self, track: tuple[str, str], name: str, start: float, end: float, **rest: Any
     ) -> Iterator[TraceEvent]:
-        """Yield a span of at least 1 µs, trimmed to start after the track's last span; nothing if none remains."""
+        """Yield a span of at least 1 µs, trimmed to start after the track's last span; or nothing if none is left."""
         yield from self._track(*track)
         pid, tid = self._ids[track]
         ts, until = max(_us(start), self._ends.get((pid, tid), 0)), _us(end)

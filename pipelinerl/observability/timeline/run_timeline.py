@@ -33,7 +33,7 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Maximum numbers: of marks that are kept, and of marks, groups and points that are drawn in one window.
+#: Maximum number of marks that are kept (`_MARKS`), and of marks, groups and points that are drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256
@@ -110,7 +110,7 @@ def _merged(
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True for each span that begins a row
+    alone = np.ones(starts.size, bool)  # true for each span that begins a row of the result
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1
@@ -194,7 +194,10 @@ class RunTimeline:
                 self._groups.add(drawn)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """Return the data to draw [start, end] (seconds; None: the run's start or end) with a width of `points`."""
+        """Return the data to draw the interval [start, end] at a width of `points`.
+
+        `start` and `end` are in seconds; None means the run's start or end.
+        """
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)

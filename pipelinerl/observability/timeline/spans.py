@@ -75,7 +75,7 @@ class GroupJoiner:
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield groups whose step and stages are known after this `step` event, of a step that began at `began`."""
+        """Yield the groups whose step and stages are both known after this `step` event; the step began at `began`."""
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -126,7 +126,7 @@ TRAINER: Final = "trainer"
 PUBLICATION: Final = "publication"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
-#: The kind of all lanes of engines; such a lane is named by the engine's URL.
+#: The kind of all engines' lanes; the name of such a lane is the engine's URL.
 ENGINE: Final = "engine"
 
 #: Cause of a wait, if no other cause explains at least half of the wait.
@@ -176,7 +176,8 @@ class SpanReader:
     _away: dict[str, _Begun] = field(default_factory=dict)
     _engineless: _Begun | None = None
     _evaluation: _Begun | None = None
-    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # by lane and track, the end of the last span
+    # By lane and track, the time at which the last span ends.
+    _ends: dict[tuple[str, str], float] = field(default_factory=dict)
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _held: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _groups: GroupJoiner = field(default_factory=GroupJoiner)
@@ -221,7 +222,7 @@ class SpanReader:
         version = _whole(event, "model_version")
         yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
         pauses = event.get("pauses_s")
-        if not isinstance(pauses, Mapping):  # an old log without pauses per engine: assume that all were updated
+        if not isinstance(pauses, Mapping):  # an old log has no pauses per engine; assume that all engines were updated
             pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
         for url, pause_s in pauses.items():
             yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)

@@ -152,7 +152,7 @@ class TrackerFeed:
 
 
 def _read(place: Path) -> FeedPosition:
-    """Read the position. Raises ValueError if the file is damaged: to start over would log all rows twice."""
+    """Read the position. Raises ValueError if the file is damaged: starting over would log all rows twice."""
     try:
         return msgspec.json.decode(place.read_bytes(), type=FeedPosition)
     except FileNotFoundError:
@@ -171,7 +171,7 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 
 @final
 class TensorBoardTracker:
-    """Writes TensorBoard event files into one directory, each metric exactly once; leaves other files there alone.
+    """Writes TensorBoard event files into one directory, each metric exactly once; other files there stay unchanged.
 
     Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
     that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
@@ -264,7 +264,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 @final
 class TrackioTracker:
-    """One run of trackio: with a bookmark, the newest run of this name is continued, otherwise a new run is made.
+    """One run of trackio: the newest run of this name if there is a bookmark, otherwise a new run.
 
     trackio cannot delete rows. After a resume from a checkpoint, the first rows of repeated steps and evaluations stay,
     and new ones are not logged. After a kill, the rows of the last half second may be logged twice. The bookmark holds
@@ -314,7 +314,7 @@ _WANDB_VERSION: Final = "eval/version"
 
 @final
 class WandbTracker:
-    """One run of W&B, online or offline. The bookmark holds its id and the newest logged step.
+    """One run of W&B, online or offline. The bookmark holds the run's id and the newest logged step.
 
     - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
       steps. Rows that are logged again after a kill are dropped, too.

@@ -36,7 +36,7 @@ from pipelinerl.system.machine import address_towards, family_of, without_name_s
 _POLL_SHARE: Final = 0.05
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.01
 
-#: Torch's type stubs omit most of what is implemented in C++.
+#: Untyped, because torch's type stubs omit most of what is implemented in C++.
 dist: Any = torch.distributed
 
 
@@ -91,8 +91,8 @@ class Collective:
     ) -> Collective:
         """Join the group through the store on (`host`, `port`); block until all ranks have joined.
 
-        Raises DeadlineError if the store or a rank is missing after `timeout_s`; UpdateError if the store is closed, a
-        rank has left, or this process lacks the backend.
+        Raises DeadlineError if the store does not answer or a rank does not join within `timeout_s`; UpdateError if the
+        store is closed, a rank has left, or this process lacks the backend.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
@@ -117,7 +117,10 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` as `key` to the store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
+        """Write `text` under `key` to the store, where other ranks wait for it with `expect`.
+
+        Raises UpdateError if the store is gone.
+        """
         try:
             self._store.set(key, text)
         except RuntimeError as error:
@@ -170,7 +173,7 @@ class Collective:
             group = work = None  # drop references, which would keep connections open while a traceback holds this frame
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
-        if self._group is not group:  # `close`, called on another thread, aborts the work, which may then look complete
+        if self._group is not group:  # another thread's `close` aborts the work, which may then look complete
             raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:

@@ -59,7 +59,8 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: Generation numbers increase with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
+#: Distance between the generation numbers of consecutive epochs. The numbers increase with (epoch, membership,
+#: attempt), so those of a restarted trainer are above those of its predecessor.
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
@@ -95,7 +96,7 @@ class BroadcastPublisher:
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
-        """Create the publisher. `host` is an address of this machine that engines can reach; None: it is detected."""
+        """Create the publisher. `host` is this machine's address for engines; None detects it."""
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
@@ -108,7 +109,7 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if no engine serves."""
+        """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if none serves them."""
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))
@@ -175,7 +176,7 @@ class BroadcastPublisher:
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
-        # Without this, all ranks that have joined would wait for the missing rank until their deadlines.
+        # Without this call, all ranks that have joined would wait for the missing rank until their deadlines.
         self._close_rendezvous()
         own.add_done_callback(_close_when_done)
         if self._goes_above(failures, progress):
@@ -192,10 +193,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Raise the generation and return True, if engines rejected it because they had joined a higher one."""
-        # If a later trainer had made the higher generation, engines would report that trainer's epoch, so it was
-        # invalid. The generation is raised once per publication; an engine that then reports yet another generation is
-        # dropped.
+        """Raise the generation and return True, if engines rejected it because they had joined a higher generation."""
+        # A later trainer cannot have made the higher generation, because engines would then report its epoch. The
+        # number is therefore invalid, and this trainer may go above it. The generation is raised once per publication.
+        # An engine that then reports yet another generation is dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False
@@ -288,11 +289,11 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Send PREPARE; return True if all targets accept it. Otherwise abort it on those that did; leave the group."""
+        """Send PREPARE; return True if all targets accept it. Else send ABORT to those that did; leave the group."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:
-            # Build only two requests: one for engines that know the layout, and one for engines that do not.
+            # Only two different requests are built: for engines that know the layout, and for engines that do not.
             (how,) = named
             if how not in made:
                 where = {"group": self._name, "generation": group.generation}
@@ -336,7 +337,7 @@ class BroadcastPublisher:
         return sending.result()
 
     async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
-        # With `drain`, an engine answers only after its sequences have ended, so it may be silent for longer.
+        # In mode `drain`, an engine answers only after its sequences have ended, so it may be silent for longer.
         drains = progress.publication.on_update is OnUpdate.DRAIN
         patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
@@ -395,5 +396,5 @@ def _listed(failed: dict[str, str]) -> str:
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:
-    """Return the seconds for which an engine may be silent, so short that time remains to serve the other engines."""
+    """Return the seconds for which an engine may be silent; few enough to leave time for serving the other engines."""
     return min(progress.publication.timeout_s / 3, progress.remaining_s)

@@ -1,7 +1,8 @@
-"""`WeightSender` and `packed`: one pass over the trainer's parameters, copied into memory bucket by bucket.
+"""`WeightSender` and `packed`: they pass once over the trainer's parameters and copy them into memory, bucket by
+bucket.
 
 `WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one or two buckets, never the model.
-On a GPU it uses a stream of its own.
+On a GPU it uses its own CUDA stream.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send the weights and return their digest; without a group, only hash. `pieces_key` announces the layout.
+        """Send the weights and return their digest; without a group, only hash. `pieces_key` is the store's key for
+        announcing the pieces.
 
         Raises UpdateError if the trainer deviates from its layout or a rank left; DeadlineError if a rank takes no
         piece for `silence_s`, or has not taken all pieces by `deadline` (monotonic seconds).
@@ -118,12 +120,12 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights into memory from `room(start, end)`; yield each bucket. Raises UpdateError on a wrong layout."""
+    """Copy the weights into `room(start, end)`'s memory; yield each bucket. Raises UpdateError on a wrong layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Slice numpy arrays: models have over ten thousand parameters, and slicing a tensor costs several times as
-        # much.
+        # Slice numpy arrays: models have over ten thousand parameters, and slicing a tensor takes several times as
+        # long.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))

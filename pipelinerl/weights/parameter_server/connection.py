@@ -1,8 +1,8 @@
 """Connections to a parameter server: the client `ServerClient`, its messages, and transports that fetch shards.
 
 Bytes move directly between the socket and the caller's memory, without a buffer. Every call ends by its deadline; a
-read also ends after `STALL_S` without a byte. `cut`, called from another thread, ends a call immediately. An error that
-the server reports is raised by the client as the same class. If a server is unreachable, `ServerLost` names it.
+read also ends after `STALL_S` without a byte. Another thread can end a call immediately, by calling `cut`. An error
+that the server reports is raised by the client as the same class. If a server is unreachable, `ServerLost` names it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Answer = TypeVar("Answer", bound=Wire)
 
 @final
 class ServerClient:
-    """A connection that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
+    """A connection to a server that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
 
     def __init__(self, url: str, *, token: str | None) -> None:
         self.url = url
@@ -63,7 +63,7 @@ class ServerClient:
         self._connection.close()
 
     def cut(self) -> None:
-        """Make the call in which another thread waits fail, and every later call too."""
+        """Make the call in which another thread is waiting fail, and every later call too."""
         self._is_cut = True
         connected = self._connection.sock
         if connected is not None:
@@ -75,7 +75,7 @@ class ServerClient:
     ) -> Answer:
         """Send `body` as JSON and return the server's answer, parsed as `answer`.
 
-        Raises the ContractError that the server reports, or UpdateError or DeadlineError without a proper answer.
+        Raises the ContractError that the server reports; without a valid answer, UpdateError or DeadlineError.
         """
         content = None if body is None else body.model_dump_json(exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -88,12 +88,12 @@ class ServerClient:
             ) from None
 
     def write(self, path: str, data: memoryview, start: int, num_bytes: int, *, deadline: float) -> None:
-        """PUT `data` as the bytes from `start` on of a version of `num_bytes`. Raises the same errors as `call`."""
+        """PUT `data` at offset `start` of a version of `num_bytes` bytes. Raises the same errors as `call`."""
         headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{num_bytes}"}
         self._exchange("PUT", path, headers, data, deadline=deadline)
 
     def read(self, path: str, into: memoryview, start: int, *, deadline: float) -> None:
-        """GET the bytes of a version from `start` on, and fill `into` with them. Raises the same errors as `call`."""
+        """GET a version's bytes from offset `start`, until `into` is filled. Raises the same errors as `call`."""
         if not len(into):
             return
         headers = {"range": f"bytes={start}-{start + len(into) - 1}"}
@@ -191,7 +191,10 @@ class ShardSpec(Wire):
 
 
 class Announcement(Wire):
-    """Announces a version to a server before its bytes are sent. `progress` maps members to confirmed versions."""
+    """Request that announces a version to a server before its bytes are sent.
+
+    `progress` maps each member (an engine, or another server) to the version that it has confirmed.
+    """
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     version: int = Field(ge=0, lt=MOST_VERSION)
@@ -208,7 +211,7 @@ class Seal(Wire):
 
 
 class CopyOrder(Wire):
-    """Request that a server fetches the bytes of an announced version from another server instead of the trainer."""
+    """Request that a server fetch the bytes of an announced version from another server instead of the trainer."""
 
     source: BaseUrl
     digest: str
@@ -217,7 +220,10 @@ class CopyOrder(Wire):
 
 
 class ProgressReport(Wire):
-    """The version that each member has confirmed. Servers stop holding versions for members that are not listed."""
+    """Report of the version that each member (an engine, or another server) has confirmed.
+
+    A server stops holding versions for members that are not listed.
+    """
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     progress: dict[str, Key | None]
@@ -255,7 +261,8 @@ class ServerState(Wire):
     saved: Key | None
 
 
-#: Bytes fetched per HTTP request: enough for a small overhead, few enough that parallel streams end at the same time.
+#: Bytes fetched per HTTP request: enough to keep the overhead small, few enough that parallel streams end about
+#: together.
 HTTP_PART_BYTES: Final = 8 * 2**20
 #: Bytes per copy from shared memory: few enough to be hashed while they are still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20

@@ -56,7 +56,8 @@ class WeightPuller:
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
-                # It is unknown which server sent the wrong bytes, so fetch all shards again, each from its next server.
+                # It is unknown which server sent the wrong bytes, so fetch all shards again, each from the next server
+                # on its list.
                 rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
                 if all(len(shard.sources) == 1 for shard in order.shards):
                     raise
@@ -99,7 +100,7 @@ class WeightPuller:
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory, or None if not reported. Raises UpdateError, NotPrepared."""
+        """Return the address of the version's memory, None if not reported. Raises UpdateError, NotPrepared."""
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:

@@ -43,7 +43,8 @@ log = logging.getLogger("pipelinerl")
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: Up to this many engines get requests instead of an announcement, if more engines would have to be left out of it.
+#: At most this many engines get requests instead of an announcement, if the announcement would have to exclude even
+#: more engines.
 _FEW: Final = 64
 #: Time limit in seconds for the report to the servers; if it fails, the next publication reports again.
 _CONFIRM_S: Final = 5.0
@@ -143,13 +144,13 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version; return the answers of engines, except of those that need a request with the layout."""
+        """Announce the version; return the answers of engines, without those that need a request with the layout."""
         if self._announcer is None:
             return {}
         publication = progress.publication
         left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
         if len(progress.targets) <= min(_FEW, len(left_out) - 1):
-            return {}  # few targets, such as one joining engine: requests are cheaper
+            return {}  # requests cost less if few engines are targets, for example one that joins
         prepare = self._request(
             progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
         )

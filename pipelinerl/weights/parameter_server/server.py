@@ -181,7 +181,7 @@ class ParameterServer:
             self._saving = asyncio.create_task(self._save(self._store))
 
     async def _save(self, store: SnapshotStore) -> None:
-        """Save the newest version, and any newer one that has appeared. After a failure, wait for the next version."""
+        """Save the newest version; repeat if a newer one has appeared. After a failure, wait for the next version."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
             snapshot = VersionSnapshot(
@@ -224,7 +224,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
     _add_versions(app, server)
-    # Routes as instances, which Starlette treats as ASGI applications, move bytes without a request object.
+    # These routes are instances, which Starlette treats as ASGI applications; they move bytes without a request object.
     app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
     app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
     app.add_exception_handler(ContractError, _refused)
@@ -302,7 +302,7 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # to return before the body is complete closes the connection
+            except TimeoutError:  # returning before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )
@@ -373,7 +373,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _range(text: str, form: str, version: Version) -> Range:
-    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if it is malformed or not held here."""
+    """Parse a header's byte range as [start, end). Raises `InvalidRequest` if malformed or not held here."""
     match, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
     if match is None or not start < end <= size:

@@ -36,7 +36,7 @@ _KEPT: Final = 4
 
 
 class Access(StrEnum):
-    """Whether a process that maps a segment may only read it, or also write."""
+    """Access of a process that maps a segment: read only, or also write."""
 
     READ = "read"
     WRITE = "write"
@@ -103,14 +103,14 @@ class Attachment:
 
 @final
 class Attachments:
-    """Cache of mapped segments: after a new mapping, the page faults would cost more than the copy itself."""
+    """Cache of mapped segments. A new mapping would cause page faults, which cost more than the copy itself."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """Return the segment at `address` of `server`, mapped; unmap segments of the server's earlier processes."""
+        """Return the mapped segment at `address` of `server`; unmap segments of the server's earlier processes."""
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
         attached = alive.pop(address.name, None) or Attachment.to(address, self._access)
@@ -128,7 +128,7 @@ class ReceiveBuffer:
     """Buffer that fills `into`, flat uint8 in numpy or torch; memory on a GPU is filled through host memory."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
-        """Create the buffer; `shards` has the byte ranges to fill, by shard. The digest covers all of them in order."""
+        """Create the buffer; `shards` has the byte ranges to fill, by shard. The digest covers all ranges in order."""
         self.num_bytes: Final = len(into)
         self._into = into
         self._on_progress = on_progress
@@ -148,7 +148,7 @@ class ReceiveBuffer:
         self._hashing = threading.Lock()
 
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
-        """Return the parts [start, end) of a shard that have not arrived, in order. The first call fixes the size."""
+        """Return the parts [start, end) of a shard that have not arrived, in order. The first call sets their size."""
         if shard not in self._parts:
             cut = (
                 (at, min(at + part_bytes, end))
@@ -175,7 +175,7 @@ class ReceiveBuffer:
             self._unhashed[start] = end, memory
             self._num_there += end - start
             self._on_progress(self._num_there)
-        if self._hashing.acquire(blocking=False):  # otherwise the thread that holds the lock also hashes this part
+        if self._hashing.acquire(blocking=False):  # if another thread holds the lock, it also hashes this part
             try:
                 self._hash()
             finally:

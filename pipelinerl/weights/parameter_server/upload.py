@@ -60,7 +60,8 @@ BUCKET_BYTES: Final = 16 * 2**20
 #: larger: for Qwen2.5-0.5B, whose embedding is a quarter of the model, 10 % with 4 shards and 120 % with 8.
 _BUCKETS_PER_SHARD: Final = 8
 
-#: Seconds before a full or unreachable server is retried, and the longest wait for an answer.
+#: Seconds before a full or unreachable server is retried (`_AGAIN_S`), and the longest wait for an answer
+#: (`_ANSWER_S`).
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 
@@ -72,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """Where an uploaded version is held: each shard's servers in the order to try; and why other servers failed."""
+    """Locations of an uploaded version: each shard's servers in the order to try; and why other servers failed."""
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -106,7 +107,7 @@ class Uploader:
             client.close()
 
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
-        """Upload the version to every reachable server; wait for one server of each shard, and for room on it.
+        """Upload the version to every reachable server; wait until one server of each shard is reachable and has room.
 
         `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
         other servers. `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has
@@ -299,12 +300,12 @@ class ShardWriter:
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Write what `record` announced into `target`, the server's memory, or by PUT if `target` is None."""
+        """Write the bytes of `record`'s shard into `target`, the server's memory, or by PUT if `target` is None."""
         self.target: Final = target
         self._client = client
         self._record = record
         self._deadline = deadline
-        # A single shard is the whole version; its digest is computed by the sender.
+        # a single shard is the whole version, whose digest the sender computes
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None
@@ -332,7 +333,10 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`; the result is its verified digest. `whole` is the version's digest."""
+        """Seal the shard after the last `put`; return a future of the shard's verified digest.
+
+        `whole` is the digest of the whole version.
+        """
         last = self._last
 
         def seal() -> str:

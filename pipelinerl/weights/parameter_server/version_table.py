@@ -225,7 +225,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """Explain why older versions are kept, one sentence per reason, for the error message when there is no room."""
+    """Explain why older versions cannot be dropped, one sentence per reason, for the error that room is lacking."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):

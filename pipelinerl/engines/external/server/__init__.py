@@ -1,1 +1,1 @@
-"""Unmodified inference servers that the user runs, behind the contract."""
+"""Adapters that put the contract in front of unmodified inference servers, which the user runs."""

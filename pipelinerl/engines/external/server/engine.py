@@ -1,4 +1,4 @@
-"""The engines `vllm_server` and `sglang_server`: unmodified servers that the user runs, behind the contract.
+"""The engines `vllm_server` and `sglang_server`, which put the contract in front of a stock server that the user runs.
 
 This process receives, checks and stages weights as every engine does, and passes them on through the server's own API.
 It also computes chat, text and stop strings from the server's tokens. The server must serve the recipe's model, and
@@ -26,7 +26,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 #: Environment variable for the server's own API key, because a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
-#: Builds the client of a server from the connection, the model's layout and the shared staging buffer.
+#: Function that builds the client of a server from the connection, the model's layout and the shared staging buffer.
 Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 

@@ -1,4 +1,5 @@
-"""`ServerCore`: an unmodified inference server that the user runs, as an `EngineCore`. A `ServerApi` talks to it.
+"""`ServerCore`: an `EngineCore` over an unmodified inference server that the user runs; a `ServerApi` talks to the
+server.
 
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
@@ -12,8 +13,8 @@ weights from another client), because it is then unknown which weights would sam
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| a step of samples | an event of a stream, or its end | the watch: a minute without a response |
-| a pause with `drain` | the ends of the running samples | the same |
+| a step of samples | an event of a stream, or its end | the health check: a minute without a response |
+| a pause with `drain` | the ends of the running samples | as for a step |
 | the response to a call | the server | the call's deadline |
 """
 
@@ -95,11 +96,14 @@ class ServerApi(Protocol):
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event, after `known` tokens of earlier events. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event; earlier events had `known` tokens. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps. `abort` ends the running samples; for `drain`, the caller has awaited their end."""
+        """Stop the server between two steps.
+
+        Mode `abort` ends the running samples. In mode `drain`, the caller has already waited for their end.
+        """
         ...
 
     async def resume(self) -> None:
@@ -225,7 +229,7 @@ class ServerCore:
     async def _watch(self) -> None:
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            # half the limit, so that one call may fail
+            # half the limit on silence, so that one call may fail
             if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
@@ -257,7 +261,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver the tokens whose version is known: all so far, if no update has begun since the sample began."""
+        """Deliver the tokens whose version is known; these are all, if no update has begun since the sample began."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended
@@ -277,7 +281,10 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans. Raises `EngineUnreachable` if they contradict tokens or loaded weights."""
+    """Return the server's version spans.
+
+    Raises `EngineUnreachable` if the spans do not match the sampled tokens, or name weights that were not loaded.
+    """
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):

@@ -1,4 +1,4 @@
-"""`SglangServerApi`: a stock SGLang server, through its native `/generate` and its weight-update routes.
+"""`SglangServerApi`: the client of a stock SGLang server, over its native `/generate` and weight-update routes.
 
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 
@@ -121,7 +121,10 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return an event's new tokens: the last ones that it lists, since it may list earlier tokens as well."""
+        """Return the new tokens of an event: the last ones of its list.
+
+        The list may also contain the `known` tokens of earlier events.
+        """
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]

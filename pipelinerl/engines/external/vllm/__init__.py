@@ -1,1 +1,1 @@
-"""vLLM: its engine core in a child process, and the client of a stock `vllm serve`."""
+"""Engines over vLLM: vLLM's engine core in a child process, or a client of a stock `vllm serve`."""

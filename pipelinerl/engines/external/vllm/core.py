@@ -1,4 +1,4 @@
-"""`VllmCore`: all uses of vLLM's engine core in one file, for the one release series that it supports.
+"""`VllmCore`: an `EngineCore` over vLLM's engine core, for one release series of vLLM; no other file uses that core.
 
 vLLM's `AsyncLLM` is a client of the same core, but drops the version of the weights behind each step's tokens, which
 this project needs.
@@ -61,7 +61,7 @@ _PAUSES: Final = {
 
 @final
 class VllmCore:
-    """A running vLLM core; satisfies `EngineCore`. If its process has died, all but `close` raise `EngineDeadError`."""
+    """A running vLLM core; satisfies `EngineCore`. If its process died, all but `close` raise `EngineDeadError`."""
 
     def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
         self._client = client
@@ -191,7 +191,8 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
     top: list[TopTokens] = []
-    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, others the likeliest
+    # Column 0 is the sampled token, the others are the likeliest tokens.
+    if chosen is not None and chosen.logprobs.shape[1] > 1:
         top = [
             top_tokens(row_ids[1:], row[1:], len(row))
             for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)

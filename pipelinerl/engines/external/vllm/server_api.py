@@ -1,4 +1,4 @@
-"""`VllmServerApi`: a stock `vllm serve` 0.32, through its RL routes and its token-in, token-out route.
+"""`VllmServerApi`: the client of a stock `vllm serve` 0.32, over its RL routes and its token-in, token-out route.
 
     VLLM_SERVER_DEV_MODE=1 … vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
         --scheduling-policy priority --worker-extension-cls pipelinerl.engines.external.vllm.transfer.SharedWeights

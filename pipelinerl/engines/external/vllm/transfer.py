@@ -19,7 +19,8 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 
-#: The backend's name on the command line, repeated in `server_api`: neither module can import the other in its process.
+#: The backend's name on the command line, repeated in `server_api`: each module runs in a process that cannot import
+#: the other module.
 BACKEND: Final = "pipelinerl"
 
 

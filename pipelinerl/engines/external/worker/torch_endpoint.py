@@ -76,7 +76,7 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # shut down, because `_read` keeps the socket open, so the engine would wait
+                with suppress(OSError):  # `_read` keeps the socket open; without a shutdown, the engine would wait
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
@@ -162,7 +162,7 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
 
 
 def main(line: int, memory: int) -> None:
-    """Fork a process for each group membership, whose socket arrives over the socket `line`; see `OwnProcess`.
+    """Fork a process for each group membership, when the membership's socket arrives over `line`; see `OwnProcess`.
 
         python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
 

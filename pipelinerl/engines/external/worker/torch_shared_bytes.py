@@ -42,7 +42,7 @@ def _mib(size: int) -> str:
 
 @final
 class SharedBytes:
-    """uint8 `tensor` [num_bytes] in memory that others can map by `path`, followed by `further` [further]."""
+    """Memory that other processes can map by `path`: uint8 `tensor` [num_bytes], and behind it `further` [further]."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
         """Reserve the memory of `tensor`; `further` uses none until `reserve`. Raises `ModelError` or `OSError`."""

@@ -1,4 +1,4 @@
-"""`WorkerEndpointFactory`: an engine's endpoint in the weight group, served by the worker that has the device.
+"""`WorkerEndpointFactory`: joins weight groups for an engine through endpoints in the worker that has the device.
 
     engine's process                                   worker
       WorkerEndpoint ── orders: join, receive [a, b) ──▶ a thread ── Collective ── rank 0, gloo or NCCL
@@ -76,7 +76,10 @@ class WorkerEndpointFactory:
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Yield the path at which a worker must `serve_endpoints` before the block ends, or raise `UpdateError`."""
+        """Yield the path at which a worker must call `serve_endpoints`.
+
+        Raises `UpdateError` if no worker has connected when the `with` block ends.
+        """
         # The folder is private to this user, so only this user's processes can connect.
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
             path = Path(folder) / "endpoint"
@@ -155,7 +158,7 @@ class WorkerEndpoint:
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return the answer. If it is an error, leave the group and raise the error."""
+        """Send an order to the worker and return the answer. If that is an error, leave the group and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -178,7 +181,7 @@ class WorkerEndpoint:
         return answer
 
     def close(self) -> None:
-        """Leave the group. An order in progress ends only with the worker, which may still write."""
+        """Leave the group. A worker that is executing an order may still write until the worker ends."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)
@@ -192,7 +195,7 @@ class WorkerEndpoint:
 
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.torch_endpoint"
-#: Size of the shared memory, above that of any piece; only pages that were written take space.
+#: Size in bytes of the shared memory, larger than any piece of an update; only pages that were written take memory.
 _MOST_BYTES: Final = 2**36
 
 

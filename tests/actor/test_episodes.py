@@ -1,4 +1,4 @@
-"""Groups of episodes: user code plays them in real episode hosts, and a scripted sampler answers."""
+"""Tests of groups of episodes: user code plays the episodes in real host processes; a scripted model answers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def played(path: Path, name: str, *, samples: int = 1, **options: object) 
         return await maker.make(order(samples=samples), Unwatched())
 
 
-async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None:
+async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None:
     for made in await played(tmp_path, "three", samples=3):
         turns, verdict = made.rollout.turns, made.rollout.verdict
         assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
@@ -176,7 +176,7 @@ async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
-async def test_episode_result_becomes_its_verdict(
+async def test_result_of_an_episode_becomes_the_verdict_of_its_rollout(
     name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
 ) -> None:
     (made,) = await played(tmp_path, name)
@@ -205,7 +205,7 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
 
 
 class Ages(Unwatched):
-    """Counts how often the age of the group is restarted."""
+    """Progress of a group that counts how often the group's age is set back to zero."""
 
     def __init__(self) -> None:
         self.began = 0
@@ -217,7 +217,7 @@ class Ages(Unwatched):
 async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test also removes `_GroupAge`: then each later turn restarts the age of the group."""
+    """Without `_GroupAge`, which the test removes as a counter-check, each turn sets the age back to zero."""
 
     async def began() -> int:
         ages = Ages()
@@ -283,7 +283,7 @@ async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
             await maker.make(order(samples=2), Unwatched())
 
 
-async def test_order_fails_with_the_name_of_an_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_error_of_an_order_names_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
             await maker.make(order(), Unwatched())

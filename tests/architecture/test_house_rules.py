@@ -64,7 +64,7 @@ def test_tree_rule_rejects_bad_trees_and_accepts_good_trees(
     assert not list(rule(_tree(keeps)))
 
 
-def test_forbidden_imports_of_config_and_training_are_detected() -> None:
+def test_forbidden_imports_by_config_and_training_modules_are_detected() -> None:
     config = Module("pipelinerl/config/a.py", "from pipelinerl.controller.state.knobs import HOTTEST")
     training = Module("pipelinerl/training/a.py", "from pipelinerl.weights.layout import layout_of")
     publisher = Module("pipelinerl/training/a.py", "from pipelinerl.weights.publisher import Publisher")
@@ -79,5 +79,5 @@ def test_packages_named_in_the_architecture_docs_match_those_in_the_tree() -> No
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_files_excepted_from_tree_rules_still_exist() -> None:
+def test_files_listed_as_exceptions_to_the_tree_rules_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

@@ -1,4 +1,4 @@
-"""`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop by verifier rewards."""
+"""`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop at a given reward."""
 
 from __future__ import annotations
 

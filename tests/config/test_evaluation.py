@@ -103,7 +103,7 @@ def test_at_least_one_domain_must_be_trained_on() -> None:
         parse(table | {"domains": [DOMAINS[2]]})
 
 
-def test_saved_recipe_has_the_same_evaluation_sets(tmp_path: Path) -> None:
+def test_evaluation_sets_are_unchanged_after_the_recipe_is_saved_and_loaded(tmp_path: Path) -> None:
     config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
     save(config, tmp_path / "saved.toml")
     assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

@@ -19,7 +19,7 @@ def engines(run: LiveRun, *arguments: str) -> str:
 
 
 def status(run: LiveRun) -> RunStatus:
-    """Return the run's status from its controller, which is cheaper than reading the log; empty if none answers."""
+    """Return the run's status from its controller, or an empty status if no controller answers."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()

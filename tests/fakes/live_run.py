@@ -1,7 +1,7 @@
 """`LiveRun`: a real `pipelinerl run` in separate processes, observed through its event log.
 
-Every wait has a deadline, and a failure shows the output of launcher and roles. After the block no process of the run
-is alive, even if this process is killed.
+Every wait has a deadline, and a failure shows the output of launcher and roles. After the `with` block no
+process of the run is alive, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is put before the command."""
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}

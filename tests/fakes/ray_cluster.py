@@ -38,7 +38,7 @@ finally:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster; `environment` has the variables that processes need to use it."""
+    """A running cluster; `environment` has the variables that a process needs to connect to the cluster."""
 
     environment: dict[str, str]
     process: subprocess.Popen[str]

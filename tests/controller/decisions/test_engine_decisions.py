@@ -227,7 +227,7 @@ def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run
     assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
 
 
-def test_requested_engine_never_gets_the_name_of_a_manually_started_engine(run: World) -> None:
+def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))

@@ -116,7 +116,7 @@ def test_transient_refusal_of_weights_does_not_end_the_run() -> None:
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
-def test_run_continues_while_another_engine_may_still_serve() -> None:
+def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER))
@@ -361,7 +361,7 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     assert kinds(effects) == ["alarm_cleared"]
 
 
-def test_groups_with_equal_rewards_after_the_last_step_do_not_change_how_the_run_ends() -> None:
+def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends() -> None:
     made = serving()
     made.controller.state.version = made.controller.settings.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []

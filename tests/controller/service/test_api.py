@@ -137,7 +137,7 @@ async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_repeated_engine_offers_join_the_engine_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_that_offers_itself_repeatedly_joins_once(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -344,7 +344,7 @@ async def test_concurrent_engine_requests_get_distinct_names(
     assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
 
 
-async def test_second_replacement_of_an_engine_that_is_leaving_is_a_conflict(
+async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     await run.start()
@@ -446,7 +446,9 @@ async def test_all_routes_except_health_require_the_token(
     assert run.controller.ending is None
 
 
-async def test_assignment_names_verifier_services_until_they_are_withdrawn(http: httpx.AsyncClient) -> None:
+async def test_assignment_for_actors_names_verifier_services_until_the_services_are_withdrawn(
+    http: httpx.AsyncClient,
+) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}

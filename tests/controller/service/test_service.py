@@ -1,4 +1,4 @@
-"""Tests of the service on a real stream: reading, appending, trimming, journaling, polling and the end."""
+"""Tests of the controller's service on a stream in memory: reports, orders, trimming, journal, polls, and the end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """An `EngineProbe` with metrics that a test sets; it logs requests, and engines that a test switched off hang."""
+    """An `EngineProbe` that counts requests. The test sets the metrics, and which engines hang (`off`)."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS

@@ -53,7 +53,7 @@ def test_pass_at_k_rejects_impossible_sample_counts(n: int, c: int, k: int) -> N
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """The mean over draws of n samples is 1 − (1 − p)^k; the plug-in estimate 1 − (1 − c/n)^k is far from it."""
+    """Averaged over draws of n samples, it is 1 − (1 − p)^k; the plug-in estimate 1 − (1 − c/n)^k is far off."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k

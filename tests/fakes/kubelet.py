@@ -2,8 +2,8 @@
 
 It rejects what a cluster would reject: an undeclared volume, a missing volume claim or config map, a pod name without a
 headless service. For each Job it starts the container's command with the container's environment variables, and with
-PATH of this process. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in their
-/etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
+PATH of this process. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in
+their /etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
 
 When a pod dies, the Job's `podFailurePolicy` may fail the Job or ignore the death; other deaths count towards
 `backoffLimit`. Unless the Job has failed, a new pod replaces the dead one.

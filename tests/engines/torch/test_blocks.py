@@ -1,4 +1,4 @@
-"""The block table of the paged KV cache: rows own blocks, share blocks of common prefixes, and leak none."""
+"""Tests of the block table of the paged KV cache: rows share the blocks of common prefixes, and no block leaks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
 
 
 def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_rows() -> None:
-    """Sequence lengths are those of `python -m benchmarks engine`. A full row reserves the whole context length."""
+    """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
     held = 0
@@ -68,7 +68,7 @@ def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_row
     assert held >= 4 * rows
 
 
-def test_growing_rows_when_no_cache_block_is_free_returns_false_and_raises_nothing() -> None:
+def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_raising() -> None:
     blocks = table(5)
     blocks.begin([0], tokens_of(COMMON[:7]))
     blocks.begin([1], tokens_of([50, 51, 52, 53, 54, 55, 56]))

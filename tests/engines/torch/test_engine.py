@@ -185,7 +185,7 @@ def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
 
 @pytest.mark.gpu
 def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineOptions) -> None:
-    """The last line restores the process's memory limit for other tests."""
+    """The last line of the test restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"MiB are left of the device's .*; set engine\.slots to \d+ or less"):

@@ -148,7 +148,7 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
 
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
-    """The engine may round a value to a neighbouring step, which changes few log-probs, by less than quantisation."""
+    """The engine may round a value to a neighbouring step; this changes few log-probs, by less than quantisation."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
@@ -177,7 +177,7 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) 
 def test_quantized_model_after_an_update_equals_loading_the_new_model(
     path: Path, other: Path, weights: WeightFormat
 ) -> None:
-    """Results equal those of the loaded model bit for bit, change only at the swap, and return after an update back."""
+    """Results equal those of the loaded model bit for bit, change only at the swap, and revert with the old weights."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])

@@ -248,7 +248,7 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
 def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """At low temperatures, the rows of two groups sample equal tokens for a while; one group has no cached prompt."""
+    """At low temperatures, the rows of two groups sample equal tokens for a while; one group's prompt is not cached."""
     runner = _runner(directories[name], forward)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
@@ -314,7 +314,7 @@ def test_rows_that_join_leave_and_move_sample_the_same_tokens_as_alone(directori
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_one_long_row_among_short_ones_samples_the_same_tokens_as_alone(
+def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(
     directories: dict[str, Path], name: str
 ) -> None:
     path = directories[name]
@@ -345,7 +345,7 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: d
 def test_every_implementation_of_reading_the_paged_cache_gives_the_same_tokens(
     directories: dict[str, Path], name: str
 ) -> None:
-    """Rows share cache blocks, fit into one, or have scattered ones. On a CPU, triton interprets the kernel."""
+    """Rows share cache blocks, fit into one block, or have scattered blocks. On a CPU, triton interprets the kernel."""
     for reading in READINGS:
         runner = _runner(directories[name])
         runner._cache.reading = reading

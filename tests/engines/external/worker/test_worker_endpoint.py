@@ -148,7 +148,7 @@ def test_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_l
 
 
 def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
-    """If it ended earlier, two updates could write to the same staging memory."""
+    """If the receive ended earlier, two updates could write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)

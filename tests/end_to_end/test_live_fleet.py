@@ -50,7 +50,7 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # test_live_run.py has a faster test, within a run with other faults
+@pytest.mark.slow  # test_live_run.py tests this faster, in a run with other faults
 @pytest.mark.timeout(400)
 def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -> None:
     """There is no grace period, so the old engine's requests in progress are handed over."""
@@ -84,7 +84,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow  # tests/engines/http/test_engine_handover.py is a faster test without a run
+@pytest.mark.slow  # tests/engines/http/test_engine_handover.py tests this faster, without a run
 @pytest.mark.timeout(200)
 def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path) -> None:
     """After kill -9 during generation, the other engine continues after the tokens that were delivered."""

@@ -113,7 +113,7 @@ class Cluster:
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
         """Kill the process once it has passed `points` points of `operation`, or after `grace_s` seconds.
 
-        Return True if the process got that far.
+        Return True if the process passed that many points.
         """
         process = self.processes[name]
         self.fuses[name].light(operation, points)

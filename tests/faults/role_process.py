@@ -313,7 +313,7 @@ ROLES: Mapping[str, Any] = {
 
 
 def play_role(seat: GroupEndpoint) -> None:
-    """Run one role's process, with its fuse and witness."""
+    """Run one role in this process, with its `Fuse` and `Witness`."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the process that forked this one
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

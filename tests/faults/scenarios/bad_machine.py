@@ -41,7 +41,7 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: The seeds of `make test`: only the read-only machine, because a run whose processes are killed takes a minute.
+#: The seeds of `make test`: only the situation READ_ONLY, because a run whose processes are killed takes a minute.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
 #: The seeds of `make chaos`: each situation once, and `KILLS` (multiples of 8) twenty times, with ten kills each.
 LONG = (*range(8), *range(8, 8 * 20, 8))

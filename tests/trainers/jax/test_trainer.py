@@ -207,7 +207,7 @@ def test_forward_at_given_weights_compiles_no_further_program(model_path, micro_
 
 
 def remats(jaxpr):
-    """Yield the policies of rematerialised parts of a jaxpr, nested ones included."""
+    """Yield the checkpoint policy of each rematerialised part of a jaxpr, also of nested parts."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("remat"):
             yield equation.params["policy"]
@@ -219,7 +219,7 @@ def remats(jaxpr):
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
 def test_training_forward_matches_inference_bit_for_bit(precision, model_path, micro_batch):
-    """RLAX §5.1: no residuals in the layers or the head keep XLA from compiling both forward passes the same way."""
+    """As no layer saves residuals, XLA compiles the forward passes of training and inference alike (RLAX §5.1)."""
     trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
     worker, inside = trainer._worker, batch.loss_mask
     _, columns = jax_worker.laid_out(worker.program, batch)

@@ -73,7 +73,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
         ([1, 2], 1, 1, [0, 0]),
     ],
 )
-def test_ranks_that_see_the_same_gpus_choose_different_ones(views, devices, local_rank, indices):
+def test_ranks_that_see_the_same_gpus_choose_different_gpus(views, devices, local_rank, indices):
     assert [device_index(rank, views, devices, local_rank) for rank in range(len(views))] == indices
 
 
@@ -182,7 +182,7 @@ def model(model_path) -> str:
 
 @pytest.fixture(scope="module")
 def one(model, model_path, tmp_path_factory) -> Path:
-    """Take 30 steps in this process, and save the gradient."""
+    """Take 30 steps and compute a gradient in this process alone; return the directory of the results."""
     directory = tmp_path_factory.mktemp("one")
     for name in ("lora", "epochs", "mixture"):
         (directory / name).mkdir()
@@ -274,7 +274,7 @@ def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
 
 @pytest.mark.timeout(600)
 def test_context_parallel_steps_match_one_process(one, two):
-    """Rollouts share prompts as in one process, and key heads are repeated if there are too few."""
+    """As in one process, rollouts share the computation of prompts; key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
@@ -296,7 +296,7 @@ def test_20_steps_of_adapters_over_a_sharded_base_match_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two):
+def test_two_processes_match_one_process_with_several_optimizer_steps_per_batch(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
     assert np.abs(ours["epochs.losses"] - theirs["epochs.losses"]).max() <= 1e-6
@@ -304,7 +304,7 @@ def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two
 
 
 @pytest.mark.timeout(600)
-def test_run_of_two_processes_resumes_on_one_and_on_two(one, two):
+def test_run_of_two_processes_resumes_on_one_process_and_on_two_processes(one, two):
     """The state does not depend on the number of processes; each resumed run continues as if uninterrupted."""
     losses = arrays(one)["steps.losses"]
     for name, steps in (("alone", slice(20, 25)), ("again", slice(25, 30))):
@@ -341,7 +341,7 @@ def test_each_process_reads_its_own_rows_of_the_model_bit_for_bit(two, begun, tm
 
 
 @pytest.mark.timeout(600)
-def test_error_on_one_process_is_raised_on_all_and_they_continue(two):
+def test_error_on_one_process_is_raised_on_all_processes_which_then_continue(two):
     """Only the second process opens the damaged shard."""
     assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
 
@@ -405,7 +405,7 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
-@pytest.mark.slow  # needs two more processes; JAX's test_ranks covers the role and the channel, which are shared
+@pytest.mark.slow  # JAX's test_ranks tests the shared code for ranks faster
 @pytest.mark.timeout(600)
 def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]

@@ -53,7 +53,7 @@ def gradients(trainer: TorchTrainer) -> dict[str, Any]:
 
 
 def test_replaying_the_trainers_own_routing_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
-    """A segment's last token, whose output is not read, may use other experts, so matmuls have other sizes."""
+    """A segment's last token, whose output is not used, may have other experts, so expert matmuls differ in size."""
     batch, found = micro_batch(), []
     for checkpointing in (False, True):  # checkpointing recomputes layers in backward
         trainer = started(model_path("qwen3_moe"), gradient_checkpointing=checkpointing)
@@ -81,7 +81,7 @@ def test_given_routing_is_used_regardless_of_packing(model_path: Any, micro_batc
         np.testing.assert_allclose(trainer.forward([alone])[0], obeyed[its], atol=2e-5)
     first = np.flatnonzero(batch.position_ids == 0)
     column = column.copy()
-    column[first] = 3 - column[first]  # rows of segment starts are meaningless
+    column[first] = 3 - column[first]  # the rows of segments' first tokens have no meaning
     np.testing.assert_array_equal(trainer.forward([replace(batch, routed_experts=column)])[0], obeyed)
 
 

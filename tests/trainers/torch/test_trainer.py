@@ -183,7 +183,7 @@ def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path
 
 
 @pytest.mark.parametrize("rounding", Rounding)
-def test_only_dithered_weights_show_updates_below_half_a_spacing(rounding, model_path, tmp_path, micro_batch):
+def test_only_dithered_weights_show_updates_below_half_a_bf16_spacing(rounding, model_path, tmp_path, micro_batch):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16", rounding=rounding)
     before = {name: weights.clone() for name, weights in trainer.gather_weights()}
@@ -327,7 +327,7 @@ def test_state_of_another_head_or_head_width_is_rejected(model_path, micro_batch
 
 
 def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batch):
-    """accelerate keeps one state for all workers; creating one more must not disturb existing workers."""
+    """accelerate keeps one state for all workers; creating a further worker must not disturb existing workers."""
     batch = micro_batch()
     alone = started(model_path("qwen2"))
     expected = alone.forward([batch])[0].tobytes()
@@ -343,7 +343,7 @@ def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batc
 
 
 @pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"compile": True}])
-def test_batch_invariant_kernels_are_refused_where_bits_would_differ(model_path, options):
+def test_batch_invariant_kernels_are_rejected_with_options_under_which_bits_would_differ(model_path, options):
     with pytest.raises(SpecError, match=r"batch_invariant .* leave out options\.mesh, options\.lora and options"):
         started(model_path("llama"), kernels=Kernels.BATCH_INVARIANT, options=options)
 

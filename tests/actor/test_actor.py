@@ -364,7 +364,9 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_engine_error_fails_its_order_and_later_orders_succeed(script: Script, reason: str) -> None:
+async def test_engine_error_fails_the_order_that_caused_it_and_later_orders_succeed(
+    script: Script, reason: str
+) -> None:
     watched, sampler = Watched(), ScriptedSampler(script)
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -407,7 +409,7 @@ async def test_unreadable_order_is_moved_to_the_dead_letter_stream(record: bytes
 
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
-async def test_evaluation_is_reported_to_the_controller_and_not_appended_as_rollouts(
+async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_to_the_rollouts(
     text: str, correct: int, judged: int
 ) -> None:
     watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))

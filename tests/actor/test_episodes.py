@@ -242,12 +242,12 @@ async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
 
 
-async def test_episode_is_restarted_once_if_its_host_dies(tmp_path: Path) -> None:
+async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
     class Judged(Unwatched):
         judgements: Sequence[Judgement] = ()
 
@@ -261,7 +261,7 @@ async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_veri
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
-async def test_host_with_a_closed_connection_gets_no_further_episode(tmp_path: Path) -> None:
+async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:
     """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)

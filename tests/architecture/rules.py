@@ -132,7 +132,7 @@ def imports_go_down(module: Module) -> Problems:
 def launch_knows_descriptions_of_roles_only(module: Module) -> Problems:
     """The launcher imports the descriptions of roles, and no code that a role runs.
 
-    It also knows the configuration, observability, values, and `system`, which knows nothing of RL.
+    It may also import configuration, observability, value types, and `system`, which has nothing to do with RL.
     """
     if room_of(module.name) != "launch":
         return

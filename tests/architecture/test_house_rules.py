@@ -57,7 +57,7 @@ def test_project_follows_the_rule_for_the_whole_tree(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_tree_rule_rejects_bad_trees_and_accepts_good_trees(
+def test_rule_for_the_whole_tree_rejects_a_tree_that_breaks_it_and_accepts_a_tree_that_keeps_it(
     rule: Rule, breaks: dict[str, str], keeps: dict[str, str]
 ) -> None:
     assert list(rule(_tree(breaks)))

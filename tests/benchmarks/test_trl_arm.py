@@ -92,7 +92,7 @@ def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path: Path)
     assert result["ends"][1] > result["ends"][0] > 0 and result["points"][1][1] > 0
 
 
-def test_smollm2_recipe_translates_to_trl() -> None:
+def test_smollm2_recipe_can_be_translated_to_trl_arguments() -> None:
     config = load(SMOLLM2.recipe)
     given = grpo_arguments(config, steps=7, folder="f")
     assert (given["scale_rewards"], given["num_generations"], given["max_completion_length"]) == ("group", 8, 40)

@@ -456,7 +456,7 @@ def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
     return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
 
 
-def test_check_warns_of_a_few_prompts_that_do_not_fit_and_rejects_many(tmp_path: Path) -> None:
+def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
     said = [text for part, text in findings(few) if part == "warning"]
     assert said and re.match(

@@ -1,4 +1,4 @@
-"""Tests of recipe layers (base, recipe, overrides): a preset or kind replaces its settings from lower layers."""
+"""Tests of recipe layers (base, recipe, overrides): a new preset or kind discards the settings of lower layers."""
 
 from __future__ import annotations
 

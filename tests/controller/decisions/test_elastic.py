@@ -268,7 +268,7 @@ def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
-def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
+def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
     # The launcher reports that the process of engine-1 died too often.
@@ -278,7 +278,7 @@ def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_number_of_engines_is_unchanged_once_the_run_ends() -> None:
+def test_number_of_engines_stays_unchanged_while_the_run_ends() -> None:
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))
     assert set(site.pass_time(60)) == {1}

@@ -167,7 +167,7 @@ def test_run_without_an_engine_ends_after_the_time_limit() -> None:
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
-def test_time_limit_without_engines_restarts_when_an_engine_joins() -> None:
+def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins() -> None:
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))

@@ -58,7 +58,7 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                # A chunk is counted once the reader asks for the next one.
+                # A chunk is counted when the reader asks for the next chunk.
                 self.came[request.seed] += any(part.token_ids for part in chunk.choices)
 
 

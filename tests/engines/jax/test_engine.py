@@ -83,7 +83,7 @@ def runner(options: EngineOptions) -> JaxRunner:
 
 @pytest.fixture(scope="module")
 def twin(options: EngineOptions) -> ModelRunner:
-    """The torch engine's runner of the same weights."""
+    """A runner of the torch engine with the same weights."""
     return torch_engine.load_runner(replace(options, threads=1))
 
 

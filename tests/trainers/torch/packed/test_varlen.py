@@ -38,7 +38,7 @@ def starts(lengths):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
-    """If a segment has fewer queries than keys, the queries are those of its last tokens, and only they are compared."""
+    """If a segment has fewer queries than keys, these are the queries of its last tokens; only they are compared."""
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])

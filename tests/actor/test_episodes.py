@@ -205,7 +205,7 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
 
 
 class Ages(Unwatched):
-    """Progress of a group that counts how often the group's age is set back to zero."""
+    """A progress object that counts how often the age of its group is set back to zero."""
 
     def __init__(self) -> None:
         self.began = 0

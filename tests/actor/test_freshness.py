@@ -23,7 +23,7 @@ def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: 
 async def ended_at(
     freshness: Freshness, versions: list[int], *, k: float, begin_again_after: int = -1, waits: bool = False
 ) -> int | None:
-    """Return the version at which a group that begins now is dropped; None if it is never dropped."""
+    """Return the version at which `freshness` drops a group that begins now; None if it never drops that group."""
     held = Held(asyncio.timeout(None))
     try:
         async with held.scope:

@@ -1,4 +1,4 @@
-"""The stage log, which records when groups pass each stage: which groups it traces, and its size limits."""
+"""Tests of the log of when groups are claimed, sampled and verified: which groups it traces, and its size limits."""
 
 from __future__ import annotations
 

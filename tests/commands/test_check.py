@@ -106,7 +106,7 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
         ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; remove it"),
     ],
 )
-def test_check_rejects_invalid_names_and_options(override: str, sentence: str) -> None:
+def test_check_rejects_a_recipe_with_unknown_paths_types_or_options(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
 
@@ -140,7 +140,7 @@ def test_check_rejects_lora_settings_that_the_trainer_cannot_use(overrides: list
         list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
 
 
-def test_check_describes_a_mesh_and_rejects_a_mesh_among_which_the_heads_cannot_be_divided() -> None:
+def test_check_describes_a_mesh_and_rejects_a_mesh_that_cannot_divide_the_attention_heads() -> None:
     said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
     assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
     with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
@@ -229,7 +229,7 @@ def test_check_accepts_a_gpu_recipe_on_a_machine_without_a_gpu() -> None:
     assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
 
 
-def test_check_rejects_the_behavior_setting_of_old_logprobs_if_the_objective_divides_old_by_behavior() -> None:
+def test_check_rejects_behavior_as_old_logprobs_if_the_objective_divides_old_by_behavior_probabilities() -> None:
     with pytest.raises(UserError, match="must not be behavior with an is_weight that divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 

@@ -26,7 +26,7 @@ def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
     return parse(overridden(table, overrides))
 
 
-def test_recipe_without_evaluation_sets_gets_one_named_after_its_split() -> None:
+def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split() -> None:
     (asked,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets

@@ -70,7 +70,7 @@ ROOM: Final = 16
 
 
 def unfair_controller(rng: random.Random) -> Controller:
-    """Return a controller with random evaluation and staleness settings, and no step or time limit within reach."""
+    """Return a controller with random evaluation and staleness settings; no test reaches its step or time limits."""
     plan = EvaluationPlan(
         sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
         pin=rng.choice(list(Pin)),

@@ -1,4 +1,4 @@
-"""Tests of the source `programs`: each reference program passes its problem's tests; printing the input does not."""
+"""Tests of the source `programs`: a reference program passes its problem's tests; printing the input fails them."""
 
 from __future__ import annotations
 

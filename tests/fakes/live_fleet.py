@@ -63,7 +63,7 @@ def swap_to_and_fro(
 
 
 def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
-    """Kill these engines in turn, each while it generates; after each kill, wait until it serves again."""
+    """Kill the engines `names` in turn, each while it generates; after a kill, wait until the engine serves again."""
     for name in islice(cycle(names), times):
         run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work")  # type: ignore[misc]
         run.role(name).kill()

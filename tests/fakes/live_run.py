@@ -26,7 +26,7 @@ from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
-#: Overrides for small steps of the shipped model: a step takes a tenth of a second, less than the start of a run.
+#: Overrides for short runs of the shipped model, in which each step takes about a tenth of a second.
 SMALL = (
     "evaluation.problems=16",
     "evaluation.interval_steps=1000",
@@ -187,7 +187,7 @@ def resumed(directory: Path) -> list[str]:
 
 
 def told(*arguments: str) -> str:
-    """Run a `pipelinerl` command in this process, which is faster than in a new one; return its output."""
+    """Run a `pipelinerl` command in this process, which is faster than starting a process; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -1,4 +1,4 @@
-"""A real parameter server, in this process or in a separate one that can be killed, and weights to store on it.
+"""A real parameter server, in this process or in a process that a test can kill, and weights to store on it.
 
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """

@@ -1,4 +1,4 @@
-"""`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test, which can lose one of them.
+"""`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test; one of the nodes can be killed.
 
 Ray leaves threads behind, so the cluster has a process of its own, which ends with the test.
 """

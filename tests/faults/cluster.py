@@ -37,7 +37,7 @@ _FORKS.set_forkserver_preload(["tests.faults.role_process"])
 
 @cache
 def model() -> Path:
-    """Return a bigram model that finds all texts equally likely; it is built once per process."""
+    """Return a bigram model that gives all texts the same probability; it is built once per process."""
     path = Path(mkdtemp(prefix="uniform-bigram-"))
     tokenizer = char_tokenizer(alphabet="0123456789+= ")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)

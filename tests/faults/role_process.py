@@ -83,7 +83,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Make the process send itself the signal at `operation`, after it has passed `points` more of its points."""
+        """Make the process send itself the signal at `operation`, after it has passed `points` further points there."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)

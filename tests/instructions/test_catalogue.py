@@ -273,6 +273,6 @@ def test_loose_matching_tries_eight_variants_of_the_answer():
     assert variants("a") == ["a", ""]
 
 
-def test_share_score_is_the_share_of_followed_instructions_and_all_score_is_1_only_if_all_are_followed():
+def test_score_share_is_the_share_of_followed_instructions_and_score_all_is_1_only_if_all_are_followed():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

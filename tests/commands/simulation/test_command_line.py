@@ -190,7 +190,7 @@ def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() 
         "rollouts_per_step": 256,
         "group_size": 8,
         "slots": 256,
-        "groups_in_flight": 192,  # per actor of two: 4 times the 3 · 256 slots of all engines, / 8 samples a group
+        "groups_in_flight": 192,  # for each of two actors: 4 · 3 engines · 256 slots / 8 samples / 2
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
 

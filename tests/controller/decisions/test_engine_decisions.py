@@ -138,7 +138,7 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_engine_that_failed_its_canary_is_not_retried_because_another_engine_joins(run: World) -> None:
+def test_joining_of_another_engine_causes_no_retry_of_an_engine_that_failed_its_canary(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)

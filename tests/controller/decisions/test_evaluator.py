@@ -1,4 +1,4 @@
-"""Tests of evaluations under random schedules: one model version answers each, it ends, and training continues."""
+"""Tests of evaluations under random schedules: one model version answers each evaluation, and training continues."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
 async def test_offer_of_an_engine_that_does_not_answer_is_rejected_immediately(
     run: Running, http: httpx.AsyncClient
 ) -> None:
-    """Without the check, only the next publication would notice, and all other engines would wait for it."""
+    """Without this check, only the next publication would notice the dead engine, and would delay all other engines."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
@@ -378,7 +378,7 @@ async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(
     assert run.controller.state.fleet.members() == []
 
 
-async def test_drained_engine_is_removed_once_it_has_been_idle_for_a_while(
+async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     await run.start()

@@ -179,7 +179,7 @@ async def test_controller_answers_reports_with_directives_and_orders_for_prompts
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
 
 
-async def test_invalid_report_goes_to_the_dead_letters_and_the_next_is_processed(tmp_path: Path) -> None:
+async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))

@@ -171,7 +171,7 @@ def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> 
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_evaluation_set_with_all_answers_is_complete_even_if_another_is_not() -> None:
+def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_set_is_not() -> None:
     asked = of_two_sets()
     asked.add(2, answer(2, correct=4, judged=4), now=1.0)
     asked.add(3, answer(3, correct=4, judged=4), now=1.0)

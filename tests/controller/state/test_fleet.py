@@ -265,7 +265,7 @@ def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failure
     )
 
 
-def test_repeated_engine_offer_only_updates_name_and_type(fleet: Fleet) -> None:
+def test_repeated_offer_of_an_engine_only_updates_its_name_and_type(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -302,7 +302,7 @@ def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_offers_are_ign
 
 
 @pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
-def test_operator_or_new_incarnation_readmits_an_expelled_engine(fleet: Fleet, incarnation: str) -> None:
+def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet: Fleet, incarnation: str) -> None:
     fleet.expel(A, "removed by an operator", to_stop=True)
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
     assert fleet.join(A, incarnation)

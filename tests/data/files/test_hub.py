@@ -1,4 +1,4 @@
-"""Tests of the source `hub:<id>`, which reads the cache if the hub is unreachable, or reports one sentence."""
+"""Tests of the source `hub:<id>`: without the hub it reads the cache, and without a cache it fails in one sentence."""
 
 from __future__ import annotations
 

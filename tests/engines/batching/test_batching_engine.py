@@ -1,4 +1,4 @@
-"""Tests of `BatchingEngine` on the bigram model, whose tokens depend only on the previous one and are exactly known."""
+"""Tests of `BatchingEngine` on a bigram model, whose token probabilities depend only on the previous token."""
 
 from __future__ import annotations
 

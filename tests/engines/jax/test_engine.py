@@ -186,7 +186,7 @@ def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions,
     _agree(*steps)
 
 
-def test_number_of_compiled_programs_is_bounded() -> None:
+def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
     buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)

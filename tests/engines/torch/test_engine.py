@@ -143,7 +143,7 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
 
 
 @pytest.mark.parametrize("on_update", OnUpdate)
-async def test_small_kv_cache_with_preemption_samples_the_same_tokens(
+async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_tokens(
     options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
 ) -> None:
     """The cache of eight rows holds only two full contexts, so samples are preempted and continued."""

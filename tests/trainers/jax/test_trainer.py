@@ -258,7 +258,7 @@ def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_
 @pytest.mark.parametrize(
     ("head", "rounding"), [(HeadPrecision.MODEL, Rounding.NEAREST), (HeadPrecision.FP32, Rounding.DITHERED)]
 )
-def test_jax_trainer_passes_use_the_rounded_weights_that_engines_serve(
+def test_forward_and_backward_in_jax_use_the_rounded_weights_that_engines_serve(
     model_path, tmp_path, micro_batch, head, rounding
 ):
     path = tmp_path / "bf16"

@@ -389,7 +389,7 @@ def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
     assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
 
 
-def test_passes_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
+def test_forward_and_backward_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
     assert found(two[0] / "served") == [True, True]
     torch_rank0.served(tmp_path, model=model, options={})
     np.testing.assert_allclose(

@@ -117,7 +117,7 @@ def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch)
 
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("precision", Precision)
-def test_trainer_passes_use_the_rounded_weights_that_engines_serve(
+def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
     model_path, micro_batch, tmp_path, precision, rounding
 ):
     """The masters of a bf16 model are finer than the served weights."""
@@ -349,7 +349,7 @@ def test_batch_invariant_kernels_are_rejected_with_options_under_which_bits_woul
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_segment_has_the_same_bits_alone_and_packed_with_batch_invariant_kernels(model_path, micro_batch, name):
+def test_segment_gives_the_same_bits_alone_and_packed_with_batch_invariant_kernels(model_path, micro_batch, name):
     trainer, batch = started(model_path(name), kernels=Kernels.BATCH_INVARIANT), micro_batch()
     (packed,) = trainer.forward([batch])
     np.testing.assert_allclose(packed, started(model_path(name)).forward([batch])[0], rtol=0, atol=1e-5)

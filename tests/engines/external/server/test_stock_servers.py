@@ -337,7 +337,7 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
 
 
 async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
-    """If the order set `ignore_eos`, a sample would run to its token limit beyond its stop token."""
+    """If the adapter sent `ignore_eos`, a sample would not end at its stop token but at its token limit."""
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
         request = Request(

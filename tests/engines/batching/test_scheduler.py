@@ -1,4 +1,4 @@
-"""The scheduler keeps rows contiguous, makes disjoint moves, and starts requests by priority, then by arrival."""
+"""Tests that the scheduler keeps rows contiguous, moves rows without overlap, and orders requests by priority."""
 
 from __future__ import annotations
 

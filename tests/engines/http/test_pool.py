@@ -75,7 +75,7 @@ def test_least_busy_engine_equals_that_of_a_plain_scan(history: list[tuple[str, 
         assert load.outstanding == {url: tokens[url] for url in serving}
 
 
-def test_equally_busy_engines_are_picked_by_name_or_in_an_order_per_actor() -> None:
+def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor() -> None:
     urls = [f"http://10.0.0.{number}" for number in range(100)]
 
     def in_order(ties: str) -> list[str]:
@@ -180,7 +180,7 @@ async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_request_moves_from_a_failing_engine_to_another_with_the_same_seed(error: Exception) -> None:
+async def test_request_moves_from_a_failing_engine_to_another_engine_with_the_same_seed(error: Exception) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
@@ -256,7 +256,7 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
                 await pool.complete(long)
 
 
-async def test_only_engine_is_retried_after_a_failure() -> None:
+async def test_engine_that_is_the_only_one_is_retried_after_a_failure() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -328,7 +328,7 @@ async def test_requests_still_running_on_an_engine_count_as_load_when_that_engin
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_request_of_a_removed_engine_moves_to_another_with_its_seed() -> None:
+async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its_seed() -> None:
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
@@ -340,7 +340,7 @@ async def test_request_of_a_removed_engine_moves_to_another_with_its_seed() -> N
     assert pool.outstanding == {"b": 0}
 
 
-async def test_request_moved_to_another_engine_frees_its_slots_on_the_first() -> None:
+async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engine() -> None:
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):

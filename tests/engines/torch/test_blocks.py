@@ -79,7 +79,7 @@ def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_ra
 
 @pytest.mark.parametrize("keeps_few", [False, True])
 def test_block_table_agrees_with_a_simple_reference_after_random_operations(keeps_few: bool) -> None:
-    """Each block of a row holds the tokens of that row in order, even if it is shared, and no row has a free block."""
+    """Each block of a row, shared or not, holds the tokens of that row in order, and no row has a free block."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)
     rows: dict[int, list[int]] = {}

@@ -78,7 +78,7 @@ def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 
 def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one full forward per row."""
+    """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one forward pass per row."""
     columns = []
     for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Batched decoding with a KV cache equals a slow reference, which recomputes the whole sequence for each token.
 
-Each architecture is tested with transformers' modules, and supported ones also with the module-free forward.
+Each architecture is tested with transformers' modules, and some also with the forward that calls no modules.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
     _decode(runner, rows, 4)
     _agree(directories[name], rows)
 
-    late = Row(common + _prompt(7, 2), noise_key=7)  # its prefix is in the cache of running rows, one of which is moved
+    late = Row(common + _prompt(7, 2), noise_key=7)  # the prefix is cached by running rows, one of which moves
     runner.move([4], [1])
     assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
     runner.place([late.state(4)])

@@ -214,7 +214,7 @@ async def test_committed_update_serves_the_bytes_and_reports_digest_and_totals(s
     assert setting.receiver.digest == _digest(BYTES)
 
 
-async def test_commit_timeout_error_names_the_bytes_received_so_far(setting: Setting) -> None:
+async def test_commit_timeout_error_says_how_many_bytes_were_received(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send(buckets=1)
@@ -459,7 +459,7 @@ async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_timeout_error_of_a_pull_names_the_bytes_received_so_far(setting: Setting) -> None:
+async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(setting: Setting) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)

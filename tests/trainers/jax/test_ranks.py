@@ -142,7 +142,7 @@ def test_jax_step_on_two_processes_matches_one_process(two_processes, model_path
 
 
 @pytest.mark.timeout(300)
-def test_jax_state_of_two_processes_resumes_on_one(two_processes, model_path):
+def test_jax_state_of_two_processes_resumes_on_one_process(two_processes, model_path):
     parts = list((two_processes / "state/arrays/mean/model.embed_tokens.weight").rglob("c/*/*"))
     assert len(parts) == 2, "each process wrote its own"
     restored = jax_rank0.started(model_path("qwen3"), {}, restore_from=two_processes / "state")

@@ -87,7 +87,7 @@ def test_jax_log_probs_and_gradients_match_the_torch_trainer(name, model_path, m
 
 
 def value_directory(folder, path, batch):
-    """Create a value model whose values differ between states."""
+    """Train a value model until its values differ between tokens; return its directory."""
     trainer = started(path, TorchTrainer, head=Head.VALUE, optimizer=OptimizerSpec(eps=1.0))
     for _ in range(3):
         trainer.backward([with_returns(batch)], CRITIC)

@@ -191,7 +191,7 @@ def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
-def test_joining_a_group_that_does_not_form_times_out(setting: Setting) -> None:
+def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting: Setting) -> None:
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))

@@ -67,7 +67,7 @@ class Scripted:
     """A `ChatClient` whose engines stream some tokens and then end as scripted; token t of sample i is 10·i + t."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """Script each engine as (epoch, version, tokens sent per sample, exception raised after the tokens, or None)."""
+        """Script each engine as (epoch, version, tokens sent per sample, exception raised after the tokens or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []

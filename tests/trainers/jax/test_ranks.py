@@ -1,7 +1,7 @@
 """A JAX trainer on two processes: equality with one process, the kit, states, and ranks that die, hang or are missing.
 
-Rank 0 is `tests.fakes.jax_rank0`, rank 1 the role that users start. Each process has one CPU device, with gloo between
-them.
+Rank 0 runs `tests.fakes.jax_rank0`, and rank 1 runs the role that users start. Each process has one CPU device; gloo
+connects them.
 """
 
 from __future__ import annotations

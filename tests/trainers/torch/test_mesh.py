@@ -1,6 +1,6 @@
 """A torch trainer on several processes: equality with one process, the kit, states, and ranks that die or hang.
 
-Rank 0 is `tests.fakes.torch_rank0`, the others the role that users start, with gloo between them.
+Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run the role that users start. gloo connects them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOST = {"optimizer": {"place": "host"}}
 DIVIDED = {"gradients": "divided"}
 #: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
-#: Models and heads from which two processes begin: tied and untied embeddings, a Conv1D, and a value head.
+#: Models with their heads that two processes load: tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: The checks of the conformance kit in which ranks must agree; slow tests run the whole kit.
 AGREED = [
@@ -67,8 +67,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
     [
         ([1, 2, 3], 1, None, [0, 0, 0]),  # as the launcher starts them: each rank sees its own GPU
         ([1, 1, 1], 4, None, [0, 1, 2]),  # started manually on one host
-        ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # on two hosts
-        ([1, 2, 1], 2, None, [0, 0, 1]),  # ranks of two hosts in turn
+        ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # two ranks on each of two hosts
+        ([1, 2, 1], 2, None, [0, 0, 1]),  # rank 1 is on another host than ranks 0 and 2
         ([1, 1], 4, 3, [3, 3]),
         ([1, 2], 1, 1, [0, 0]),
     ],
@@ -369,7 +369,7 @@ def test_20_steps_with_memory_saving_options_match_one_process(one, model, tmp_p
 
 
 @pytest.mark.timeout(600)
-def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one(model, two, tmp_path):
+def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one_process(model, two, tmp_path):
     small = two[0] / "small"
     kept = ShardFiles.of(small / "state")
     assert kept is not None and kept.rows("model.norm.weight", "exp_avg", slice(0, 1)).dtype is torch.bfloat16
@@ -422,7 +422,7 @@ def test_torch_rank_0_error_names_a_hanging_rank(model, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
 def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
-    """In the case `mixture_parallel`, each process keeps some experts, and tokens are sent to their experts."""
+    """With the parameter `mixture_parallel`, each process keeps some experts, and tokens are sent to their experts."""
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
@@ -495,7 +495,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_concurrent_reads_see_the_last_step(model, tmp_path):
+def test_twenty_concurrent_reads_see_the_weights_of_the_last_step(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 

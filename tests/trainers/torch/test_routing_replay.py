@@ -128,7 +128,7 @@ def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
-def test_routed_experts_survive_encoding_for_other_ranks(micro_batch: Any) -> None:
+def test_routed_experts_are_unchanged_by_encoding_for_other_ranks(micro_batch: Any) -> None:
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

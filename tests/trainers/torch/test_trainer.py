@@ -120,7 +120,7 @@ def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch)
 def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
     model_path, micro_batch, tmp_path, precision, rounding
 ):
-    """The masters of a bf16 model are finer than the served weights."""
+    """The fp32 master weights of a bf16 model are finer than the served weights."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path, precision=precision, rounding=rounding), micro_batch()
     before = trainer.forward([batch])[0].tobytes()

@@ -77,7 +77,7 @@ async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream,
     assert await indices(stream) == kept
 
 
-async def test_actor_is_fenced_once_its_replacement_has_appended_a_group(stream: Stream) -> None:
+async def test_actor_is_fenced_as_soon_as_its_replacement_has_appended_a_group(stream: Stream) -> None:
     """A suspended actor that resumes can append groups only until its replacement has appended one."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)

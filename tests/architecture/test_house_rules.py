@@ -1,4 +1,4 @@
-"""The whole tree keeps each house rule, and each rule rejects a tree that breaks it."""
+"""Tests that the source tree keeps each rule for the whole tree, and that each rule rejects a tree that breaks it."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(
     fleet: Fleet, kills: int
 ) -> None:
-    """The other engines form a new generation at once and serve the version; no token mixes versions."""
+    """The other engines immediately form a new process group and serve the version; no token has mixed weights."""
     # The fast test allows 10 s beyond the timeout, since the machine may be busy; the slow test runs alone.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")

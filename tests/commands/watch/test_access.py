@@ -32,7 +32,7 @@ def ask(page: ServedPage, path: str, method: str = "GET", **headers: str) -> htt
     return httpx.request(method, page.url + path, headers=given, trust_env=False, timeout=PATIENCE_S)
 
 
-def test_page_link_works_once_and_a_new_link_is_announced(page: ServedPage) -> None:
+def test_page_link_can_be_used_only_once_and_a_new_link_is_announced(page: ServedPage) -> None:
     first = page.keys[-1]
     there = ask(page, f"/?key={first}")
     assert (there.status_code, there.headers["location"]) == (303, "/")

@@ -383,7 +383,7 @@ def test_orders_of_a_departed_actor_are_reissued() -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
+def test_orders_lost_by_the_stream_server_are_reissued_and_trained_only_once(seed: int) -> None:
     """The newest orders and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))

@@ -183,7 +183,7 @@ def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run:
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_replacement_of_an_engine_that_was_removed_meanwhile_drains_nothing(run: World) -> None:
+def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))

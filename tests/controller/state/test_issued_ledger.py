@@ -49,7 +49,7 @@ def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_no
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_order_reported_as_failed_but_trained_counts_once() -> None:
+def test_order_reported_as_failed_but_trained_counts_only_once() -> None:
     """One actor reported a failure, and another completed a second copy of the order; the trainer's report decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):

@@ -560,7 +560,7 @@ def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
     gate.decode = spoiled  # type: ignore[method-assign]
 
 
-async def test_request_with_nonfinite_logits_fails_without_affecting_others(
+async def test_request_with_nonfinite_logits_fails_without_affecting_other_requests(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     """One of three running samples of the request gets NaN logits, while the fourth sample still waits for a row."""

@@ -100,7 +100,7 @@ async def test_prefixes_that_could_not_have_been_sampled_are_rejected(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_stream_with_an_interval_sends_all_sampled_tokens_except_the_newest_one(
+async def test_stream_with_an_interval_sends_all_sampled_tokens_except_the_newest_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]

@@ -149,7 +149,7 @@ class Script:
         yield  # makes this function an async generator
 
 
-def test_request_cost_counts_the_prompt_once_and_every_sample() -> None:
+def test_cost_of_a_request_counts_its_prompt_once_and_the_tokens_of_every_sample() -> None:
     assert cost(ask(n=4)) == 3 + 4 * 5
     assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
 

@@ -54,7 +54,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
 
 
-def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_rows() -> None:
+def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_a_cache_of_full_rows() -> None:
     """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)

@@ -114,7 +114,7 @@ def _stage(runner: TorchRunner, path: Path) -> None:
     runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
 
 
-def test_quantized_values_and_step_sizes_match_precomputed_ones() -> None:
+def test_quantized_values_and_step_sizes_match_precomputed_values() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
     # Values halfway between two integers round to the even one.
     assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]

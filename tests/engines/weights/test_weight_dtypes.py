@@ -66,7 +66,7 @@ async def test_prepare_request_may_give_the_id_of_a_layout_from_an_earlier_updat
         await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
-async def test_update_in_an_unsupported_dtype_is_rejected_and_names_supported_ones() -> None:
+async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_supported_dtypes() -> None:
     setting = Setting()
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"

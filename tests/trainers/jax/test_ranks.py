@@ -221,7 +221,7 @@ def test_rank_1_error_says_that_rank_0_does_not_answer():
         ({"process": 1, "processes": 4}, "secret", r"it is rank 1 of 4, expected one of 1..2 of 3"),
     ],
 )
-def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_one(fields, token, sentence, tmp_path):
+def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields, token, sentence, tmp_path):
     paths = {name: tmp_path / name for name in ("secret", "other")}
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))

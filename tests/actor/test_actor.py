@@ -1,4 +1,4 @@
-"""The actor's loop on a real stream, with a scripted sampler: every order ends exactly once."""
+"""Tests of the actor's loop on a stream in memory, with a scripted sampler: each prompt order ends exactly once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
 
 
 def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
-    """Return a completion with one choice per text: three tokens, two sampled by version 4 and one by version 5."""
+    """Return a completion with one choice per text. Each has three tokens: two of model version 4, one of version 5."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
         Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatComplet
 
 
 def answers(request: ChatCompletionRequest) -> ChatCompletion:
-    """Return samples for the request: the first is correct, and all others are wrong."""
+    """Return samples for the request: the first sample is correct, and all others are wrong."""
     assert request.messages is not None
     right = request.messages[0].content.removeprefix("say ")
     return completion(right, *["wrong"] * (request.n - 1))
@@ -167,7 +167,7 @@ class Watched:
 
 @final
 class FullServer:
-    """Stream that rejects rollouts and forwards all other calls to `behind`."""
+    """Stream that rejects appended rollouts, as if its server had no memory left; `behind` handles all other calls."""
 
     def __init__(self, behind: MemoryStream) -> None:
         self._behind = behind
@@ -227,7 +227,7 @@ async def test_order_for_a_prompt_becomes_a_rollout_group() -> None:
 
 
 async def test_group_too_old_for_the_next_step_is_dropped() -> None:
-    """With staleness bound k = 2, a group begun at version 3 is too old at version 5; one restarted at 5 is not."""
+    """With staleness bound k = 2, a group begun at version 3 is too old at version 5; one restarted at 5 stays."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
@@ -267,7 +267,7 @@ async def test_group_too_old_for_the_next_step_is_dropped() -> None:
 
 
 async def test_dropped_group_frees_its_engine_slots_immediately() -> None:
-    """The engine needs 60 s for a token, so only a client disconnect can end its work in time."""
+    """The engine needs 60 s for a token, so its slots become free in time only if the actor disconnects."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
@@ -323,7 +323,7 @@ async def test_only_aborted_samples_are_sampled_again() -> None:
     assert len({request.seed for request in sampler.requests}) == 2
 
 
-async def test_actor_reports_how_many_tokens_of_a_failed_engine_were_kept() -> None:
+async def test_actor_reports_the_tokens_kept_and_resampled_when_an_answer_moved_to_another_engine() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.handed_over = (40, 3)
     async with working(watched, sampler):
@@ -364,7 +364,9 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_engine_error_fails_its_order_and_later_orders_succeed(script: Script, reason: str) -> None:
+async def test_engine_error_fails_the_order_that_caused_it_and_later_orders_succeed(
+    script: Script, reason: str
+) -> None:
     watched, sampler = Watched(), ScriptedSampler(script)
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -407,7 +409,7 @@ async def test_unreadable_order_is_moved_to_the_dead_letter_stream(record: bytes
 
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
-async def test_evaluation_is_reported_to_the_controller_and_not_appended_as_rollouts(
+async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_to_the_rollouts(
     text: str, correct: int, judged: int
 ) -> None:
     watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))
@@ -436,7 +438,7 @@ async def test_evaluation_is_reported_to_the_controller_and_not_appended_as_roll
     assert await watched.groups() == []
 
 
-async def test_actor_holds_no_more_orders_than_its_limit() -> None:
+async def test_actor_claims_at_most_as_many_orders_at_a_time_as_its_limit() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(*(order(index) for index in range(10)))
@@ -463,8 +465,8 @@ async def test_orders_of_a_cancelled_actor_are_completed_after_its_restart() -> 
     assert sorted(group.index for group in await watched.groups()) == [1, 2]
 
 
-async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """The filter is not applied to evaluations, nor to groups without a verdict."""
+async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason_and_counted(tmp_path: Path) -> None:
+    """The filter judges neither evaluation answers nor groups whose verifier returned an error."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

@@ -1,4 +1,4 @@
-"""Groups of episodes: user code plays them in real episode hosts, and a scripted sampler answers."""
+"""Tests of groups of episodes: user code plays the episodes in real host processes; a scripted model answers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def played(path: Path, name: str, *, samples: int = 1, **options: object) 
         return await maker.make(order(samples=samples), Unwatched())
 
 
-async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None:
+async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None:
     for made in await played(tmp_path, "three", samples=3):
         turns, verdict = made.rollout.turns, made.rollout.verdict
         assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
@@ -176,7 +176,7 @@ async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
-async def test_episode_result_becomes_its_verdict(
+async def test_result_of_an_episode_becomes_the_verdict_of_its_rollout(
     name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
 ) -> None:
     (made,) = await played(tmp_path, name)
@@ -205,7 +205,7 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
 
 
 class Ages(Unwatched):
-    """Counts how often the age of the group is restarted."""
+    """A progress object that counts how often the age of its group is set back to zero."""
 
     def __init__(self) -> None:
         self.began = 0
@@ -217,7 +217,7 @@ class Ages(Unwatched):
 async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test also removes `_GroupAge`: then each later turn restarts the age of the group."""
+    """Without `_GroupAge`, which the test removes as a counter-check, each turn sets the age back to zero."""
 
     async def began() -> int:
         ages = Ages()
@@ -242,12 +242,12 @@ async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name: str
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
 
 
-async def test_episode_is_restarted_once_if_its_host_dies(tmp_path: Path) -> None:
+async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
+async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
     class Judged(Unwatched):
         judgements: Sequence[Judgement] = ()
 
@@ -261,7 +261,7 @@ async def test_death_of_an_episode_host_with_several_episodes_counts_as_one_veri
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
-async def test_host_with_a_closed_connection_gets_no_further_episode(tmp_path: Path) -> None:
+async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:
     """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
     (tmp_path / "game.py").write_text(CODE)
     hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
@@ -283,7 +283,7 @@ async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
             await maker.make(order(samples=2), Unwatched())
 
 
-async def test_order_fails_with_the_name_of_an_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_error_of_an_order_names_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
             await maker.make(order(), Unwatched())

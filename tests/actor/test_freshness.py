@@ -1,4 +1,4 @@
-"""Freshness drops exactly the groups that no future step can accept."""
+"""Tests of `Freshness`, which drops exactly the groups that are too stale for every future step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
 def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: float) -> None:
-    """The step after version v accepts a group if (v + 1) − oldest ≤ k (staleness bound, RLAX §3.1); v only grows."""
+    """With staleness bound k, the step after version v accepts a group if (v + 1) − oldest ≤ k (RLAX §3.1)."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
     if not can_be_fresh(began, current=current, k=k):
@@ -23,7 +23,7 @@ def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: 
 async def ended_at(
     freshness: Freshness, versions: list[int], *, k: float, begin_again_after: int = -1, waits: bool = False
 ) -> int | None:
-    """Return the version at which a group that begins now is dropped; None if it is never dropped."""
+    """Return the version at which `freshness` drops a group that begins now; None if it never drops that group."""
     held = Held(asyncio.timeout(None))
     try:
         async with held.scope:

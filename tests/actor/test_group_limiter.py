@@ -1,4 +1,4 @@
-"""The limiter of groups in flight: acquiring and releasing slots, and changing the limit while tasks wait."""
+"""Tests of the limiter of groups in flight: acquire and release slots, and change the limit while tasks wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from pipelinerl.actor.actor import GroupLimiter
 
 
-async def test_group_limiter_grants_all_free_slots_and_then_lets_tasks_wait() -> None:
+async def test_group_limiter_grants_all_free_slots_and_makes_further_tasks_wait() -> None:
     room = GroupLimiter(3)
     assert await room.take(1) == 1 and await room.take() == 2
     waiting = asyncio.create_task(room.take())
@@ -17,7 +17,7 @@ async def test_group_limiter_grants_all_free_slots_and_then_lets_tasks_wait() ->
     assert await waiting == 2
 
 
-async def test_raised_group_limit_wakes_waiting_tasks_and_lowered_limit_applies_on_release() -> None:
+async def test_raised_group_limit_wakes_waiting_tasks_and_lowered_limit_takes_effect_as_groups_end() -> None:
     room = GroupLimiter(1)
     assert await room.take() == 1
     waiting = asyncio.create_task(room.take())

@@ -1,4 +1,4 @@
-"""The rollout writer appends each group once; of several actors with the same name, only the newest can append."""
+"""Tests that the rollout writer appends each group once; of actors with the same name, only the newest can append."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ async def test_restarted_rollout_writer_appends_after_the_earlier_groups(stream:
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
 async def test_repeated_append_is_not_mistaken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
-    """This holds even if the trainer trimmed some of the groups before the repetition."""
+    """A writer repeats an append whose reply was lost, even after the trainer has trimmed some of its groups."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([group(1), group(2)])
     await partition.append([group(3)])
     assert await indices(stream) == kept
 
 
-async def test_actor_is_fenced_once_its_replacement_has_appended(stream: Stream) -> None:
-    """An actor that was suspended and resumes can append only until its replacement has appended."""
+async def test_actor_is_fenced_as_soon_as_its_replacement_has_appended_a_group(stream: Stream) -> None:
+    """A suspended actor that resumes can append groups only until its replacement has appended one."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await earlier.append([group(1)])

@@ -1,4 +1,4 @@
-"""Routed experts in an actor: requested if the trainer replays them, and included in the rollouts."""
+"""The actor requests routed experts if the trainer replays them, and includes them in the rollouts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_answer_without_routed_experts_is_rejected(answer: ChatCompletion, said:
         group_of(answer)
 
 
-def test_routed_experts_are_requested_for_training_only() -> None:
+def test_routed_experts_are_requested_for_training_but_not_for_evaluation() -> None:
     assert chat_request(order(1), replay=RoutingReplay.ROLLOUT).return_routed_experts
     assert not chat_request(order(1)).return_routed_experts
     evaluation = order(1, purpose=Purpose.EVALUATION)

@@ -1,4 +1,4 @@
-"""The stage log, which records when groups pass each stage: which groups it traces, and its size limits."""
+"""Tests of the log of when groups are claimed, sampled and verified: which groups it traces, and its size limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _done(log: StageLog, order: PromptOrder, *choices: Choice) -> None:
         log.verified(order, [choice.version_spans or () for choice in choices or [_choice([(0, 1)])]])
 
 
-def test_traced_group_is_reported_once_with_its_longest_answer() -> None:
+def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer() -> None:
     log = _log()
     _done(log, _order(7), _choice([(0, 1)]), _choice([(0, 2), (1, 3)]))
     (told,) = log.take()
@@ -64,7 +64,7 @@ def test_stage_log_traces_a_quarter_of_training_orders_chosen_by_seed() -> None:
     assert log.take() == []
 
 
-def test_heartbeat_has_a_bounded_number_of_traced_groups_and_spans() -> None:
+def test_heartbeat_contains_a_bounded_number_of_traced_groups_and_version_spans() -> None:
     log = _log()
     for index in range(9):
         _done(log, _order(index), _choice([(version, 1) for version in range(50)]))

@@ -7,7 +7,7 @@ from pipelinerl.messages import VerifierFigures
 from pipelinerl.verifiers.verifier import Judgement, correct, failed, timed_out, wrong
 
 
-def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_streak() -> None:
+def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors() -> None:
     tally = VerifierTally()
     tally.note("math", [Judgement(correct("1"), 0.5), Judgement(failed("broke"), 0.25), Judgement(timed_out(2.0), 2.0)])
     tally.note("code", [Judgement(failed("x"), 0.0)] * 3)

@@ -1,4 +1,4 @@
-"""Counts of the whole tree, for reviews of its size and shape.
+"""Print counts about the whole source tree, for reviews of its size and structure.
 
     python -m tests.architecture.count [field]
     python -m tests.architecture.count request
@@ -20,7 +20,7 @@ from typing import Final
 from tests.architecture.tree import Module, project
 
 SHORT: Final = 60
-#: Modules that are run by path, so they cannot be merged into an importer, however short they are.
+#: Modules that are started by their path. They must stay separate files, however short they are.
 RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "launch/tied_process.py"})
 HTTP: Final = frozenset({"httpx", "aiohttp", "http.client", "urllib.request", "urllib3", "requests"})
 CLIENTS: Final = frozenset(
@@ -37,7 +37,7 @@ def product() -> tuple[Module, ...]:
 
 
 def short_with_one_importer(modules: Sequence[Module]) -> Iterator[tuple[str, int, str]]:
-    """Yield path, lines and importer of each file of at most 60 lines that one other module imports."""
+    """Yield path, line count and importer of each file of at most 60 lines that exactly one other module imports."""
     names = {module.name: module for module in modules}
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules:

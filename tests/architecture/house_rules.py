@@ -1,6 +1,6 @@
-"""House rules about the tree as a whole (DESIGN sections 2, 3, 12); each is a function of all modules.
+"""Rules about the source tree as a whole (DESIGN sections 2, 3, 12); each rule maps all modules to violations.
 
-`rules.py` holds the rules that one module alone can break.
+`rules.py` has the rules that can be checked for one module alone.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.alias):
             yield node.name.rpartition(".")[2]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
-            # Strings may be `module:attribute` references, quoted types or names of fields.
+            # A string counts as a use, too: as a `module:attribute` reference, a quoted type or the name of a field.
             yield from re.findall(r"(?<=[:.\"'])\w+|^\w+$", node.value)
 
 

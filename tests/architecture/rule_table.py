@@ -30,7 +30,7 @@ from tests.architecture.tree import VALUES, Module
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by name, with snippets that break it and snippets that keep it; a snippet is (path, source)."""
+    """A rule, with snippets of code that break it and snippets that keep it; a snippet is (path, source)."""
 
     check: Callable[[Module], Problems]
     breaks: tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The test's id."""
+        """The rule's name, which is the id of its test."""
         return self.check.__name__
 
 

@@ -37,7 +37,7 @@ BROAD_EXCEPT_ALLOWED = (
     "benchmarks/gpu_check.py",
     "trainer_contract/conformance/__init__.py",
     *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code may raise any exception
-    "pipelinerl/models/directory_files.py",  # libraries may raise any exception for foreign files
+    "pipelinerl/models/directory_files.py",  # libraries may raise any exception when they read a user's files
     "pipelinerl/verifiers/oubliette/guest/program.py",  # the main function of a process that runs foreign programs
     "pipelinerl/verifiers/group_filter.py",
     "pipelinerl/environments/verifiers_host.py",  # tasksets may raise any exception
@@ -65,7 +65,7 @@ CODE_ALLOWED = {
     "pipelinerl/verifiers/oubliette/guest/program.py": "runs in a guest, and becomes the program that it runs"
 }
 
-#: By file, the third-party classes from which its classes must inherit because a library requires it.
+#: For each file, the third-party classes from which its classes inherit because a library requires that.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/pull_checks.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/environments/verifiers_host.py": frozenset({"Harness", "HarnessConfig"}),
@@ -132,7 +132,7 @@ def imports_go_down(module: Module) -> Problems:
 def launch_knows_descriptions_of_roles_only(module: Module) -> Problems:
     """The launcher imports the descriptions of roles, and no code that a role runs.
 
-    It also knows the configuration, observability, values, and `system`, which knows nothing of RL.
+    It may also import configuration, observability, value types, and `system`, which has nothing to do with RL.
     """
     if room_of(module.name) != "launch":
         return
@@ -329,7 +329,7 @@ def waits_have_deadlines(module: Module) -> Problems:
 def proxies_are_left_alone(module: Module) -> Problems:
     """HTTP connections come from `system/http_client.py`, which sends the run's token to its peers and to no proxy.
 
-    Other openers are listed, and pass `trust_env=False`.
+    Files that open connections in another way are listed in `OPENS_HTTP`, and pass `trust_env=False`.
     """
     listed = module.path in OPENS_HTTP
     for target in module.imports:
@@ -389,7 +389,7 @@ def _method_free_classes() -> frozenset[str]:
 
 
 def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
-    """Return import cycles between modules, each once, starting at its first name in order."""
+    """Return each import cycle between modules once, as the module names from the alphabetically first one on."""
     names = {module.name for module in modules}
     graph = {
         module.name: sorted({known for target in module.imports if (known := _known(target, names))} - {module.name})

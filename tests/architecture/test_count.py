@@ -1,4 +1,4 @@
-"""The counting command counts correctly, and runs as documented."""
+"""Tests that the command of `count.py` counts correctly, and runs as documented."""
 
 from __future__ import annotations
 

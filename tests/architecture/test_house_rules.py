@@ -1,4 +1,4 @@
-"""The whole tree keeps each house rule, and each rule rejects a tree that breaks it."""
+"""Tests that the source tree keeps each rule for the whole tree, and that each rule rejects a tree that breaks it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_project_follows_the_rule_for_the_whole_tree(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_tree_rule_rejects_bad_trees_and_accepts_good_trees(
+def test_rule_for_the_whole_tree_rejects_a_tree_that_breaks_it_and_accepts_a_tree_that_keeps_it(
     rule: Rule, breaks: dict[str, str], keeps: dict[str, str]
 ) -> None:
     assert list(rule(_tree(breaks)))
     assert not list(rule(_tree(keeps)))
 
 
-def test_forbidden_imports_of_config_and_training_are_detected() -> None:
+def test_forbidden_imports_by_config_and_training_modules_are_detected() -> None:
     config = Module("pipelinerl/config/a.py", "from pipelinerl.controller.state.knobs import HOTTEST")
     training = Module("pipelinerl/training/a.py", "from pipelinerl.weights.layout import layout_of")
     publisher = Module("pipelinerl/training/a.py", "from pipelinerl.weights.publisher import Publisher")
@@ -79,5 +79,5 @@ def test_packages_named_in_the_architecture_docs_match_those_in_the_tree() -> No
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_files_excepted_from_tree_rules_still_exist() -> None:
+def test_files_listed_as_exceptions_to_the_tree_rules_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

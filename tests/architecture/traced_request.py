@@ -1,4 +1,4 @@
-"""Files that a chat request runs through, from the HTTP handler to its tokens and back, measured.
+"""Measure which files a chat request runs through, from the HTTP handler to its tokens and back.
 
     python -m tests.architecture.count request
 
@@ -31,7 +31,7 @@ PRODUCT = ("inference_contract", "pipelinerl", "trainer_contract")
 
 @final
 class CalledFiles:
-    """Counts calls of product functions by file while `on` is true, on every thread that starts within the block."""
+    """Counts calls of product functions by file while `on` is true, on threads started in its `with` block."""
 
     def __init__(self) -> None:
         self.calls = Counter[str]()

@@ -83,7 +83,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(arms, "train", train)
     jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
 
-    def values(*jobs: Job) -> list[Any]:  # `repeats` would repeat runs on a busy machine
+    def values(*jobs: Job) -> list[Any]:  # without repeats, which a busy machine would cause
         return [
             row["value"]
             for row in measured("b", jobs, lambda job, run: {"value": job.seed}, quick=False, repeats=False)

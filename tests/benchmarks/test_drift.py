@@ -8,7 +8,7 @@ from benchmarks.drift import TEMPLATES, TemplateModel
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Qwen3", "think"), ("Llama 3.1", "tool")])
-def test_continued_conversation_is_one_segment_without_drift(name: str, kind: str) -> None:
+def test_continued_conversation_keeps_its_sampled_tokens_in_one_segment(name: str, kind: str) -> None:
     model = TemplateModel(TEMPLATES[name])
     assert [model.episode(kind, seed, 0.02) for seed in range(3)] == [(False, 1)] * 3
     assert any(model.naive_drifts(kind, seed, 0.02) for seed in range(3))

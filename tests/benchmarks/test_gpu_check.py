@@ -48,13 +48,15 @@ def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_tra
     ("part", "figure"),
     [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "mean_apart"), ("staging", "peak_share")],
 )
-def test_gpu_check_rehearsal_measures_rates(part: str, figure: str, folder: Path) -> None:
+def test_gpu_check_rehearsal_measures_speeds_and_memory_of_plausible_magnitude(
+    part: str, figure: str, folder: Path
+) -> None:
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
 
 
-def test_gpu_check_rehearsal_finds_prefixes_in_the_kv_cache(folder: Path) -> None:
+def test_gpu_check_rehearsal_reuses_prompt_prefixes_from_the_kv_cache(folder: Path) -> None:
     _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
     assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
 
@@ -90,7 +92,7 @@ def test_gpu_check_finds_equal_results_of_the_varlen_kernel_and_padded_attention
 
 
 @pytest.mark.slow
-def test_gpu_check_times_the_attention_kernels() -> None:
+def test_gpu_check_measures_the_speed_of_the_attention_kernels() -> None:
     for layer in gpu_attention.layers(varlen_attention, SMALL, CPU, torch.float32):
         assert layer.timed(2).ratio("buckets", "varlen").median > 0
 
@@ -114,7 +116,7 @@ def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
-def test_gpu_check_part_that_raises_becomes_a_failed_row(
+def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -138,7 +140,9 @@ def test_hanging_gpu_check_part_is_killed_and_the_next_one_runs(
     assert seen == [["decode"], ["decode", "mesh"]], "the record is written after each part"
 
 
-def test_gpu_check_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rerun_of_one_gpu_check_part_keeps_the_results_of_other_parts_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "apart", lambda part, *_: ([Row(part, 1.0)], {"figure": part}))
     monkeypatch.setattr(gpu_check, "save_model", lambda *_: None)
     for part in ("decode", "memory"):
@@ -150,7 +154,7 @@ def test_gpu_check_record_keeps_other_parts_of_the_same_device(tmp_path: Path, m
 
 
 def test_step_flops_of_a_known_shape_match_a_hand_computed_number() -> None:
-    """The shape has one layer of width 4 with one head, feed-forward 8, vocabulary 10."""
+    """The model has one layer of width 4 with one head, a feed-forward width of 8, and a vocabulary of 10."""
     shape = DecoderShape(hidden=4, layers=1, heads=1, intermediate=8, vocab=10)
     batch = random_batch(replace(SMALL, shape=shape, trained_tokens=64, segment=16))
     check_batch(batch, vocab_size=10)

@@ -65,7 +65,7 @@ def test_benchmark_record_names_its_machine(tmp_path: Path) -> None:
         write_record("x", {"bad": float("nan")}, folder=tmp_path)
 
 
-def test_benchmark_record_has_a_line_per_row_of_numbers(tmp_path: Path) -> None:
+def test_benchmark_record_is_json_with_each_list_of_numbers_on_one_line(tmp_path: Path) -> None:
     payload = {"fleets": [{"engines": 4, "samples": {"real": (1.5, 2.5), "none": []}}], "none": {}, "by_step": {1: 2}}
     write_record("x", payload, folder=tmp_path)
     text = (tmp_path / "x.json").read_text()
@@ -97,7 +97,7 @@ def test_option_that_a_benchmark_does_not_take_is_rejected(capsys: pytest.Captur
     assert "queue does not take seeds; leave that out" in capsys.readouterr().err
 
 
-def test_benchmarks_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_benchmarks_has_one_line_per_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(names())

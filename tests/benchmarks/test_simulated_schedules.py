@@ -1,11 +1,11 @@
-"""Simulated schedules on published hardware: throughput and lag of the arms."""
+"""Tests of the benchmark that simulates schedules on published hardware: throughput and staleness of each."""
 
 from __future__ import annotations
 
 from benchmarks.simulated_schedules import GENERATIONS, arms
 
 
-def test_simulated_arms_have_the_throughput_and_lag_of_their_schedule() -> None:
+def test_simulated_throughput_and_lag_are_those_expected_of_each_schedule() -> None:
     found = {each.arm: each for each in arms(8, steps=6)}
     conventional = [found[f"conventional G = {generation}"] for generation in GENERATIONS]
     assert [each.lag for each in conventional] == [(generation + 1) / 2 for generation in GENERATIONS]

@@ -1,4 +1,4 @@
-"""The benchmark compares runs that differ in staleness bounds (engine reload j, trainer k) and importance weight."""
+"""Tests of the benchmark of runs that differ in staleness bounds (engine j, trainer k) and importance weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_run_of_the_staleness_benchmark_uses_reinforce_with_the_importance_weight_in_its_name(arm: str) -> None:
+def test_each_run_of_the_staleness_benchmark_uses_reinforce_with_the_importance_weight_that_its_name_says(
+    arm: str,
+) -> None:
     config = load(RECIPE, ARMS[arm])
     assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {

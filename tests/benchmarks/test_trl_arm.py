@@ -32,7 +32,7 @@ def test_trl_arguments_are_derived_from_the_recipe() -> None:
     config = load(TINY.recipe, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
     given = grpo_arguments(config, steps=7, folder="f")
     assert given["loss_type"] == "dr_grpo"
-    assert given["max_grad_norm"] == pytest.approx(0.05)  # TRL's loss is 1/10 of ours
+    assert given["max_grad_norm"] == pytest.approx(0.05)  # a tenth of our limit, as TRL's loss is 1/10 of ours
     assert given["beta"] == 0.0
     assert given["per_device_train_batch_size"] == config.training.rollouts_per_step
     assert given["scale_rewards"] == "none"
@@ -92,7 +92,7 @@ def test_trl_benchmark_run_trains_and_reports_its_accuracy_curve(tmp_path: Path)
     assert result["ends"][1] > result["ends"][0] > 0 and result["points"][1][1] > 0
 
 
-def test_smollm2_recipe_translates_to_trl() -> None:
+def test_smollm2_recipe_can_be_translated_to_trl_arguments() -> None:
     config = load(SMOLLM2.recipe)
     given = grpo_arguments(config, steps=7, folder="f")
     assert (given["scale_rewards"], given["num_generations"], given["max_completion_length"]) == ("group", 8, 40)

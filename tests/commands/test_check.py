@@ -106,12 +106,12 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
         ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; remove it"),
     ],
 )
-def test_check_rejects_invalid_names_and_options(override: str, sentence: str) -> None:
+def test_check_rejects_a_recipe_with_unknown_paths_types_or_options(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
 
 
-def test_check_shows_the_location_and_trial_verdicts_of_user_rewards(tmp_path: Path) -> None:
+def test_check_shows_in_which_file_a_user_reward_is_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
     found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
@@ -135,12 +135,12 @@ def test_check_shows_the_location_and_trial_verdicts_of_user_rewards(tmp_path: P
         (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
     ],
 )
-def test_check_rejects_impossible_lora_adapters(overrides: list[str], sentence: str) -> None:
+def test_check_rejects_lora_settings_that_the_trainer_cannot_use(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
 
 
-def test_check_describes_a_mesh_and_rejects_one_that_cannot_divide_the_heads() -> None:
+def test_check_describes_a_mesh_and_rejects_a_mesh_that_cannot_divide_the_attention_heads() -> None:
     said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
     assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
     with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
@@ -229,12 +229,12 @@ def test_check_accepts_a_gpu_recipe_on_a_machine_without_a_gpu() -> None:
     assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
 
 
-def test_check_rejects_old_logprobs_that_the_objective_cannot_use() -> None:
+def test_check_rejects_behavior_as_old_logprobs_if_the_objective_divides_old_by_behavior_probabilities() -> None:
     with pytest.raises(UserError, match="must not be behavior with an is_weight that divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 
-def test_check_rejects_an_unbounded_weight_history_and_shows_the_size_of_a_bounded_one() -> None:
+def test_check_rejects_an_unbounded_weight_history_and_shows_the_size_of_a_bounded_history() -> None:
     asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         refuse(load("tiny", [*asked, "staleness.k=inf"]))
@@ -259,7 +259,7 @@ def test_check_accepts_valid_trainer_settings(overrides: list[str]) -> None:
 
 
 def test_check_before_a_run_imports_neither_torch_nor_transformers() -> None:
-    """`pipelinerl run` calls `refuse` in the process that later waits for all others, and must use little memory."""
+    """`pipelinerl run` calls `refuse` in the launcher's process, which must use little memory while the run lasts."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
         "from pipelinerl.commands.findings.problems import FIRST, refuse_problems; "
@@ -325,7 +325,7 @@ def test_check_rejects_an_incomplete_or_damaged_model_directory(
 
 
 def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
-    """The commands `run` and `check` give the same message."""
+    """The commands `run` and `check` print the same message."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     named = json.loads((path / "tokenizer_config.json").read_text())
     template = named.pop("chat_template")
@@ -341,7 +341,7 @@ def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
-    """Often a padding token was added to the tokenizer alone; only a prompt that contains such a token fails."""
+    """The usual cause is a padding token added to the tokenizer alone; only prompts with that token fail."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     tokens = json.loads((path / "tokenizer.json").read_text())
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
@@ -450,13 +450,13 @@ def test_user_source_file_is_found_next_to_the_recipe(tmp_path: Path, monkeypatc
 
 
 def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
-    """Return a domain of `of` problems; `long` of them have long prompts."""
+    """Write a data file with `of` problems, `long` of which have long prompts; return its domain."""
     texts = [f"{i}" * (18 if i < 100 + long else 1) for i in range(100, 100 + of)]
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
     return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
 
 
-def test_check_warns_of_a_few_prompts_that_do_not_fit_and_rejects_many(tmp_path: Path) -> None:
+def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
     said = [text for part, text in findings(few) if part == "warning"]
     assert said and re.match(

@@ -1,4 +1,4 @@
-"""`pipelinerl engines …`: requests to the controller, waiting, and output."""
+"""Tests of `pipelinerl engines …`: its requests to the controller, how it waits for engines, and its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:7001"
 
 @dataclass
 class Controller:
-    """A fake controller: it records requests, and reports the scripted states of each engine one by one."""
+    """A fake controller: it records requests, and reports the next scripted state of every engine at each poll."""
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)

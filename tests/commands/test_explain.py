@@ -89,7 +89,7 @@ def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
     rows = [line.split() for line in said.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
     assert len(rows) == 11
-    # π rises from 0.01 to 0.03. grpo clips the ratio 3 if A > 0; prime-rl never clips the difference 0.02.
+    # π of this token rises from 0.01 to 0.03. grpo clips the ratio 3 only if A > 0; prime-rl never clips it.
     well = next(row for row in rows if row[4] == "'well'")
     assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
     late = next(row for row in rows if row[5] == "6")
@@ -118,7 +118,7 @@ def test_explain_reads_the_components_of_each_reward_from_json(stored: Callable[
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run whose only step trained orders 4 and 7; its stream also has groups that this step did not train."""
+    """Return a run whose only step trained the groups of orders 4 and 7; its stream also has untrained groups."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 

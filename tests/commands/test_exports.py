@@ -41,7 +41,7 @@ def test_trace_file_without_gz_in_its_name_is_plain_json(tmp_path: Path) -> None
 
 
 def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "_ORDERS", 64)  # the real limit is larger than this short run
+    monkeypatch.setattr(spans, "_ORDERS", 64)  # lowered, because this short run stays below the real limit
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)
 
     def peak(steps: int) -> int:

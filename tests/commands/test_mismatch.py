@@ -54,7 +54,7 @@ def test_mismatch_command_prints_its_metrics_as_json(tmp_path: Path) -> None:
     assert record["advice"][0].keys() == {"finding", "do", "because"}
 
 
-def test_report_page_shows_the_causes_of_mismatch(tmp_path: Path) -> None:
+def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path, steps=3)).html.read_text()
     assert "Trainer − sampler, P95" in page and "numerics" in page
 

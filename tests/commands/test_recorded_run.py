@@ -1,6 +1,6 @@
 """Steps and groups read from the records of a run.
 
-The lineage of a step names the epoch of its trainer (a new one begins at each restart) and all earlier epochs.
+A trainer's epoch is a number that grows at each restart; the lineage of a step lists the epochs that led to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_recorded_step_lists_no_rollout_groups_if_no_trainer_ready_event_precede
 
 
 def test_groups_of_a_killed_run_are_read_and_undecodable_records_are_skipped(tmp_path: Path) -> None:
-    """The run directory still has the address of the controller, which does not answer."""
+    """The run directory still names the address of the killed controller, which does not answer."""
     (port,) = free_ports(1)
     (tmp_path / "controller.json").write_text(f'{{"url": "http://127.0.0.1:{port}", "token": null}}')
     given = group(3)

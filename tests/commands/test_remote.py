@@ -93,7 +93,9 @@ def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_
         assert said(tmp_path).startswith(words)
 
 
-def test_run_with_a_remote_directory_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert address_of(f"{url}/") == ControllerAddress(url, "secret")
     with controller_of(url) as controller:
@@ -134,7 +136,7 @@ def test_directory_without_a_valid_controller_address_has_no_live_run(tmp_path: 
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port", "http://" + "a" * 70]
 )
-def test_request_to_an_unreachable_controller_asks_whether_the_run_has_ended(address: str) -> None:
+def test_error_about_an_unreachable_controller_asks_whether_the_run_has_ended(address: str) -> None:
     with (
         pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
         ControllerClient(address, "secret") as controller,

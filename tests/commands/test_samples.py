@@ -1,4 +1,4 @@
-"""`pipelinerl samples` on a run's directory: contents, order, hostile text, and user errors."""
+"""`pipelinerl samples` on a run's directory: contents, order, text with control characters, and user errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop by verifier rewards."""
+"""`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop at a given reward."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens() -> None:
     np.testing.assert_allclose(result.gradient, np.where(mask, -0.25, 0.0))
 
 
-def test_fine_tuning_rejects_an_existing_output_and_too_short_a_context(tmp_path: Path) -> None:
+def test_fine_tuning_rejects_an_existing_output_directory_and_a_context_that_is_too_short(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists; name a new directory"):
         fine_tune(load("tiny"), FineTuneOptions(steps=1), output=tmp_path, say=print)
     short = load("tiny").model_copy(update={"engine": load("tiny").engine.model_copy(update={"context_length": 1})})

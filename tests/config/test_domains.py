@@ -105,7 +105,7 @@ def test_error_names_an_unreadable_few_shot_file(text: str | None, sentence: str
 
 
 def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
-    """Return the shipped recipe with one domain for each of these group sizes."""
+    """Return the shipped recipe with one domain for each group size in `sizes`."""
     domains = [
         {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
         for name, size in sizes.items()

@@ -26,7 +26,7 @@ def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
     return parse(overridden(table, overrides))
 
 
-def test_recipe_without_evaluation_sets_gets_one_named_after_its_split() -> None:
+def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split() -> None:
     (asked,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets
@@ -103,7 +103,7 @@ def test_at_least_one_domain_must_be_trained_on() -> None:
         parse(table | {"domains": [DOMAINS[2]]})
 
 
-def test_saved_recipe_has_the_same_evaluation_sets(tmp_path: Path) -> None:
+def test_evaluation_sets_are_unchanged_after_the_recipe_is_saved_and_loaded(tmp_path: Path) -> None:
     config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
     save(config, tmp_path / "saved.toml")
     assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

@@ -1,4 +1,4 @@
-"""Tests of recipe layers (base, recipe, overrides): a preset or kind replaces its settings from lower layers."""
+"""Tests of recipe layers (base, recipe, overrides): a new preset or kind discards the settings of lower layers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_preset_and_overrides_of_single_objective_settings_may_be_given_in_any_o
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 
-def test_override_of_one_objective_setting_without_a_preset_refines_the_base_objective() -> None:
+def test_override_of_a_single_objective_setting_keeps_the_other_objective_settings_of_the_base_recipe() -> None:
     assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}  # type: ignore[dict-item]
     assert objective("objective.is_weight.high=3.0") == BASE | {"is_weight": {"kind": "one", "high": 3.0}}
 
 
 def test_override_of_the_kind_of_an_objective_term_replaces_all_settings_of_that_term() -> None:
-    """The base recipe sets `epsilon_high`, which only a clipped ratio has."""
+    """The base recipe's term is a clipped ratio; its setting `epsilon_high` does not exist for other kinds of terms."""
     assert objective("objective.grad1.kind=sequence_ratio") == BASE | {"grad1": {"kind": "sequence_ratio"}}
     assert objective("objective.grad1=logprob") == BASE | {"grad1": {"kind": "logprob"}}
 
@@ -66,7 +66,7 @@ def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(t
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_base_objective_given_by_preset_name_can_be_refined() -> None:
+def test_override_may_change_a_single_setting_of_an_objective_that_the_base_recipe_gives_by_preset_name() -> None:
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }

@@ -21,14 +21,14 @@ from pipelinerl.roles.process import Identity
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    """Return the directory of a live run of layout 1, which has no file with its layout version."""
+    """Return the directory of a live run of layout 1; only later layouts have a file with the layout version."""
     save(load("tiny"), tmp_path / "recipe.toml")
     (tmp_path / "events.jsonl").write_text('{"kind": "run_started", "elapsed_s": 1.0}\n')
     (tmp_path / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": None}))
     return tmp_path
 
 
-def test_commands_resume_knobs_and_replay_reject_a_run_directory_of_an_older_layout(older: Path) -> None:
+def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_of_an_older_layout(older: Path) -> None:
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: it was begun by another version"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):

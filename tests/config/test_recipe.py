@@ -117,7 +117,7 @@ def test_each_recipe_error_is_on_its_own_line() -> None:
     ]
 
 
-def test_parameter_servers_are_started_for_pull_transport_without_server_urls() -> None:
+def test_launcher_starts_parameter_servers_if_weights_are_pulled_and_the_recipe_names_no_server_urls() -> None:
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
@@ -202,7 +202,7 @@ def test_shipped_recipe_is_equal_after_save_and_load(recipe: Path, tmp_path: Pat
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
 
 
-def test_reward_shaping_survives_a_round_trip_and_is_validated() -> None:
+def test_reward_shaping_settings_are_validated_and_unchanged_after_save_and_load() -> None:
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
     assert resolved.domains[0].reward is not None
@@ -212,14 +212,14 @@ def test_reward_shaping_survives_a_round_trip_and_is_validated() -> None:
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 
-def test_config_is_frozen_and_run_directory_ends_with_run_name() -> None:
+def test_recipe_values_cannot_be_assigned_and_the_run_directory_ends_with_the_run_name() -> None:
     resolved: RunConfig = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
         resolved.run.steps = 3  # type: ignore[misc]
 
 
-def test_staleness_scope_survives_a_round_trip() -> None:
+def test_staleness_scope_is_unchanged_after_save_and_load() -> None:
     config = load("tiny", ["staleness.scope=rollout"])
     assert config.staleness.scope is StalenessScope.ROLLOUT
     assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT

@@ -52,7 +52,7 @@ def test_error_names_the_invalid_judge_setting(judge: dict[str, Any], sentence: 
     assert sentence in refused(verifier="judge", judge=judge)
 
 
-def test_judge_verifier_and_judge_section_require_each_other() -> None:
+def test_judge_verifier_needs_a_judge_section_and_a_judge_section_needs_the_judge_verifier() -> None:
     assert "domains.d.judge must name a server" in refused(verifier="judge")
     assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
     assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
@@ -74,7 +74,7 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch: pytest.Monk
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
 
 
-def test_default_oubliette_section_equals_the_verifiers_default_rules() -> None:
+def test_oubliette_section_without_settings_gives_the_default_rules_of_the_verifier() -> None:
     assert OublietteSection().rules == CodeRules()
 
 
@@ -96,12 +96,12 @@ def test_oubliette_languages_must_be_known() -> None:
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_verifier_services_are_used_if_the_recipe_starts_or_chooses_them(
+def test_answers_are_judged_by_verifier_services_if_the_recipe_starts_or_chooses_such_services(
     changes: list[str], uses_services: bool
 ) -> None:
     assert load("tiny", changes).verification.uses_services is uses_services
 
 
-def test_unused_verifier_services_are_rejected() -> None:
+def test_recipe_that_starts_verifier_services_but_judges_in_actors_is_rejected() -> None:
     with pytest.raises(RecipeError, match="they would be unused"):
         load("tiny", ["verification.services=1", "verification.judged_in=actors"])

@@ -70,7 +70,7 @@ ROOM: Final = 16
 
 
 def unfair_controller(rng: random.Random) -> Controller:
-    """Return a controller with random evaluation and staleness settings, and no step or time limit within reach."""
+    """Return a controller with random evaluation and staleness settings; no test reaches its step or time limits."""
     plan = EvaluationPlan(
         sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
         pin=rng.choice(list(Pin)),
@@ -102,7 +102,7 @@ class UnfairWorld:
     rng: random.Random
     controller: Controller
     now: float = 1.0
-    # State of the engines: the incarnation that runs at each URL (0: none), and the version and epoch that it serves.
+    # State of the engines, by URL: the incarnation that runs there (0: none), and the version and epoch that it serves.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     epoch_served: dict[str, int] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role work until `steps` more steps are made; return "", or what the run waits for instead."""
+        """Let every role work until `steps` more steps are made; return "", or what a stuck run waits for."""
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:

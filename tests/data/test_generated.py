@@ -1,4 +1,4 @@
-"""The source `programs`: its reference programs pass its tests, and a program that prints its input fails."""
+"""Tests of the source `programs`: a reference program passes its problem's tests; printing the input fails them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def program_of(problem: Problem) -> str:
     return block[1]
 
 
-def test_reference_program_passes_its_tests_and_printing_the_input_fails() -> None:
+def test_reference_program_of_a_problem_passes_its_tests_and_a_program_that_prints_its_input_fails() -> None:
     made = source(operations=3, max_number=50, tests=4)
     seen = set()
     for index in range(300):

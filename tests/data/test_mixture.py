@@ -1,4 +1,4 @@
-"""A mixture of domains keeps quotas exactly within each step, and depends only on the index and its arguments."""
+"""A mixture of domains keeps quotas exactly within each step; its problems depend only on index and arguments."""
 
 from __future__ import annotations
 

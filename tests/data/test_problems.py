@@ -173,7 +173,7 @@ def test_domain_weights_must_be_positive_and_finite(weights):
         mixture(0, *weights)
 
 
-def test_numbered_tasks_are_divided_into_splits_reshuffled_each_epoch_and_named_by_number():
+def test_numbered_tasks_are_divided_into_splits_and_reshuffled_in_each_epoch_and_keep_their_numbers_as_ids():
     of_split = {split: source("numbered", split, count=200) for split in (Split.TRAIN, Split.HELD_OUT)}
     epoch = [of_split[Split.TRAIN].problem(i) for i in range(400)]
     numbers = [problem.metadata["index"] for problem in epoch]

@@ -150,7 +150,7 @@ def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_fiel
 
 
 def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
-    """The rendered chat has as many control tokens with hostile texts as with harmless ones."""
+    """The rendered chat has as many control tokens with texts that imitate control tokens as with harmless texts."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)
     spelling = tokenizer.decode(control[:1])

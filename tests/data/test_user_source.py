@@ -1,4 +1,4 @@
-"""Problem sources written by users: results that are accepted, and one-sentence errors for all others."""
+"""Tests of problem sources written by users: accepted results, and one-sentence errors for all other results."""
 
 from __future__ import annotations
 

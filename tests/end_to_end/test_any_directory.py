@@ -1,4 +1,4 @@
-"""Live runs from a bfloat16 model directory, which is the usual case, and runs that end with a reason."""
+"""Live runs from a bfloat16 model directory, which is the usual case, and runs that fail with a stated reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
         pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another"),
     ],
 )
-@pytest.mark.slow  # test_own_reward.py is a faster test of this, with a reward function of a user
+@pytest.mark.slow  # test_own_reward.py tests this faster, with a user's reward function
 def test_run_from_a_bfloat16_directory_trains(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:
@@ -44,7 +44,7 @@ def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> Non
     assert failed["elapsed_s"] - failing["elapsed_s"] < 60
 
 
-def test_hopeless_run_without_any_success_fails_with_status_1(tmp_path: Path) -> None:
+def test_run_in_which_no_answer_is_ever_right_fails_as_hopeless_with_status_1(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completion_text):\n    return 0.0\n")
     domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     ends = ("training.no_signal=filter", "run.no_signal_steps=2", "run.steps=1000")

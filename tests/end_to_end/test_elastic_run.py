@@ -60,7 +60,7 @@ class Site:
         serving.close()
 
     async def follow(self, service: ControllerService, pool: EnginePool) -> None:
-        """Start, stop and use engines once as the controller requests, as launcher and actor would."""
+        """Act once like launcher and actor: start, stop and use engines as the controller requests."""
         seen, fleet = service.status().fleet, service.controller.state.fleet
         pool.update(fleet.serving(), finishing=fleet.finishing())
         for each in seen.requested:
@@ -114,7 +114,7 @@ def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -
 
 
 async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> None:
-    model = model_in(tmp_path / "model", alphabet="ab")  # five equally likely tokens, one of which is right
+    model = model_in(tmp_path / "model", alphabet="ab")  # small: one of five equally likely tokens is right
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
     made.settings = replace(made.settings, elastic=replace(RULE, mode=Elasticity.DRY_RUN))

@@ -50,10 +50,10 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # test_live_run.py has a faster test, within a run with other faults
+@pytest.mark.slow  # test_live_run.py tests this faster, in a run with other faults
 @pytest.mark.timeout(400)
 def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path: Path) -> None:
-    """There is no grace period, so the old engine's requests in progress are handed over."""
+    """There is no grace period, so the old engine's requests in progress are handed over to the new engine."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -84,7 +84,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> Non
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow  # tests/engines/http/test_engine_handover.py is a faster test without a run
+@pytest.mark.slow  # tests/engines/http/test_engine_handover.py tests this faster, without a run
 @pytest.mark.timeout(200)
 def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path) -> None:
     """After kill -9 during generation, the other engine continues after the tokens that were delivered."""
@@ -106,7 +106,7 @@ def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path: Path) -> None:
-    """The run has no other engine, and this one is killed while it generates."""
+    """The added engine is the run's only engine at that time, and is killed while it generates."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")

@@ -274,7 +274,7 @@ def test_stream_lengths_and_memory_of_a_long_run_stay_bounded(tmp_path: Path) ->
         growth = {role: after - before[role] for role, after in megabytes().items()}
         found = lengths()
         server.close()
-        # Groups since the oldest of three checkpoints are kept, ten steps of eight groups per checkpoint. At most four
+        # The stream keeps groups since the oldest of three checkpoints: ten steps of eight groups each. At most four
         # steps of prompts are in flight.
         assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
         assert found["run:prompts"] <= 4 * 2 * 8, found

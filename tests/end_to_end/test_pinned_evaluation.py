@@ -1,4 +1,4 @@
-"""A real run on two engines whose weights change at every step, except on one while it serves an evaluation."""
+"""A real run on two engines whose weights change at every step, except on the one that answers an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.live_run import launched, light_run, told
 PROBLEMS, SAMPLES = 48, 8
 
 
-@pytest.mark.slow  # faster tests of this: test_evaluator.py and tests/engines/http/test_pool.py
+@pytest.mark.slow  # test_evaluator.py and tests/engines/http/test_pool.py test this faster
 def test_pinned_evaluation_is_answered_by_one_version_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (

@@ -79,7 +79,7 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
             process.wait(SOON_S)
 
 
-@pytest.mark.slow  # tests/launch/cluster/test_nodes.py is a faster test, with a launcher for several hosts
+@pytest.mark.slow  # tests/launch/cluster/test_nodes.py tests this faster, with a launcher for several hosts
 @pytest.mark.parametrize("transport", ["broadcast", "pull"])
 def test_run_works_with_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
     """The second host runs one engine and all actors; everything else runs on the first."""

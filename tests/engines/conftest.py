@@ -18,7 +18,7 @@ from tests.fakes.gated_runner import GatedRunner
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a character tokenizer and nothing else."""
+    """A directory that contains only a character tokenizer."""
     path = tmp_path_factory.mktemp("tokenizer")
     char_tokenizer().save_pretrained(path)
     return path

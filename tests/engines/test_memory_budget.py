@@ -1,4 +1,4 @@
-"""An engine's memory budget counts the memory of the first update and of the largest steps."""
+"""Tests that an engine's memory budget includes the memory for weight updates and for the largest steps."""
 
 from __future__ import annotations
 

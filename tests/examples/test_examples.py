@@ -1,4 +1,4 @@
-"""The folder `examples/`: each recipe runs unchanged, here with few steps; the folder's `README.md` names them all."""
+"""Tests of `examples/`: each recipe runs unchanged except for fewer steps, and `README.md` there names each recipe."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_multi_turn_game_example_trains(tmp_path: Path) -> None:
         ("langchain_agent", "langchain_openai"),
     ],
 )
-def test_example_agent_of_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
+def test_example_whose_agent_uses_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"left out: needs the package {package}; examples/README.md says how to install it")
     recipe = EXAMPLES / "agents" / name / f"{name}.toml"
@@ -120,7 +120,7 @@ def test_bigram_model_learns_the_letter_guessing_game(tmp_path: Path) -> None:
     assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
-def test_json_facts_task_rewards_right_and_parsable_answers() -> None:
+def test_json_facts_task_has_one_reward_for_right_values_and_one_for_answers_that_can_be_parsed() -> None:
     config = load(EXAMPLES / "smollm2" / "json_facts.toml")
     problem = training_problems(config).problem(0)
     truth = json.loads(problem.ground_truth)

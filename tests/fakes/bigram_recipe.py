@@ -61,7 +61,7 @@ async def judge(answer, completion):
 
 
 def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
-    """Create a bigram model with this alphabet in `model`; return overrides with which any recipe trains it."""
+    """Create a bigram model with this alphabet in `model`; return overrides with which any recipe trains this model."""
     _written(model, alphabet)
     return (
         f"model.path={model}",

@@ -53,7 +53,7 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Take a step, save the state, take another step; then run a pass with given weights, and a step that must fail."""
+    """Take a step, save the state, take another step; then run a pass with given weights and try an invalid step."""
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()

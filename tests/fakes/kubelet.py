@@ -1,9 +1,9 @@
-"""`Kubelet`: runs the pods of rendered manifests as processes of this machine, from the YAML alone.
+"""`Kubelet`: a fake of Kubernetes that runs the pods of rendered YAML manifests as processes of this machine.
 
-It rejects what a cluster would reject: an undeclared volume, a missing claim or map, a pod name without a headless
-service. For each Job it starts the container's command with the container's environment variables, and with PATH of
-this process. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in their
-/etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
+It rejects what a cluster would reject: an undeclared volume, a missing volume claim or config map, a pod name without a
+headless service. For each Job it starts the container's command with the container's environment variables, and with
+PATH of this process. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in
+their /etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
 
 When a pod dies, the Job's `podFailurePolicy` may fail the Job or ignore the death; other deaths count towards
 `backoffLimit`. Unless the Job has failed, a new pod replaces the dead one.

@@ -19,7 +19,7 @@ def engines(run: LiveRun, *arguments: str) -> str:
 
 
 def status(run: LiveRun) -> RunStatus:
-    """Return the run's status from its controller, which is cheaper than reading the log; empty if none answers."""
+    """Return the run's status from its controller, or an empty status if no controller answers."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()
@@ -63,7 +63,7 @@ def swap_to_and_fro(
 
 
 def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
-    """Kill these engines in turn, each while it generates; after each kill, wait until it serves again."""
+    """Kill the engines `names` in turn, each while it generates; after a kill, wait until the engine serves again."""
     for name in islice(cycle(names), times):
         run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work")  # type: ignore[misc]
         run.role(name).kill()

@@ -1,7 +1,7 @@
 """`LiveRun`: a real `pipelinerl run` in separate processes, observed through its event log.
 
-Every wait has a deadline, and a failure shows the output of launcher and roles. After the block no process of the run
-is alive, even if this process is killed.
+Every wait has a deadline, and a failure shows the output of launcher and roles. After the `with` block no
+process of the run is alive, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
-#: Overrides for small steps of the shipped model: a step takes a tenth of a second, less than the start of a run.
+#: Overrides for short runs of the shipped model, in which each step takes about a tenth of a second.
 SMALL = (
     "evaluation.problems=16",
     "evaluation.interval_steps=1000",
@@ -142,7 +142,7 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is put before the command."""
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
@@ -187,7 +187,7 @@ def resumed(directory: Path) -> list[str]:
 
 
 def told(*arguments: str) -> str:
-    """Run a `pipelinerl` command in this process, which is faster than in a new one; return its output."""
+    """Run a `pipelinerl` command in this process, which is faster than starting a process; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -1,6 +1,6 @@
 """`NcclLibrary`: a fake, without a GPU, of the part of `torch.distributed` that NCCL groups use.
 
-`verify` checks that each of its names exists in torch's base classes, or in the type stubs of torch's CUDA build.
+`verify` checks that each name of the fake exists in torch's base classes, or in the stubs of its CUDA build.
 """
 
 from __future__ import annotations

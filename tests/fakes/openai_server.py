@@ -14,7 +14,7 @@ KNOWN = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "sto
 
 @final
 class OpenAIFake:
-    """Answers each request body with the text from `answers`, after it has failed with each status of `failures`."""
+    """Fails once with each status in `failures`; then answers each request body with the text from `answers`."""
 
     def __init__(self, answers: Callable[[dict[str, Any]], str], *, failures: tuple[int, ...] = ()) -> None:
         self.answers = answers

@@ -1,7 +1,7 @@
 """`engine` and `PacedTrainer`: engine and trainer of the bigram model, slowed down as the file `pace` says.
 
-The file is in the model directory. A recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They
-sleep, so a test can make engines too slow, or too many, without using a processor.
+The file is in the model directory. A recipe names the two as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`.
+They only sleep, so a test can make engines too slow, or too many, without using a processor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real parameter server, in this process or in a separate one that can be killed, and weights to store on it.
+"""A real parameter server, in this process or in a process that a test can kill, and weights to store on it.
 
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """
@@ -60,7 +60,7 @@ def weights(version: int, layout: WeightLayout = LAYOUT) -> Callable[[], Iterato
 
 @cache
 def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
-    """Return the bytes of a version as they are sent. They are cached, so do not change them."""
+    """Return the bytes of a version as they are sent. The bytes are cached, so do not change them."""
     arrays = [
         rng.generator(version, spec.name).standard_normal(size=spec.shape, dtype=np.float32).astype(spec.dtype.value)
         for spec in layout.parameters

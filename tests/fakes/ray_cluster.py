@@ -1,4 +1,4 @@
-"""`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test, which can lose one of them.
+"""`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test; one of the nodes can be killed.
 
 Ray leaves threads behind, so the cluster has a process of its own, which ends with the test.
 """
@@ -38,7 +38,7 @@ finally:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster; `environment` has the variables that processes need to use it."""
+    """A running cluster; `environment` has the variables that a process needs to connect to the cluster."""
 
     environment: dict[str, str]
     process: subprocess.Popen[str]

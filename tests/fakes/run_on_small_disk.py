@@ -73,7 +73,7 @@ def damage(path: Path) -> CheckpointError | None:
 async def main(directory: Path, rounds: int) -> dict[str, Any]:
     model = model_in(directory / "model")
     controller = new_controller(steps=10 * (rounds + 2))
-    # A low rate, so that the answers of a group still differ at the end; groups of equal answers would be filtered.
+    # With a low learning rate, the answers of a group still differ at the end; equal answers would be filtered.
     controller.state.knobs = controller.state.knobs.patched({"learning_rate": 1e-3})
     store = CheckpointStore(directory / "checkpoints", keep=2, model_directory=model)
     disk = Disk(store.directory, store, rounds)

@@ -392,7 +392,7 @@ class ScriptedEngine:
         )
 
     def _routed(self, request: ChatCompletionRequest, tokens: list[int]) -> RoutedExperts | None:
-        """Return routing in which expert i computes token i, in one layer with an expert per token."""
+        """Return the routing of one layer with one expert for each token: expert i computes token i."""
         if not request.return_routed_experts or self._fault is Fault.FORGETS_ROUTING:
             return None
         return RoutedExperts.of("uint8", (len(tokens), 1, 1), bytes(tokens))

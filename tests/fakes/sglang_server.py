@@ -267,7 +267,7 @@ class SglangServer:
                 False,
                 f"Group {asked.group_name} not in {list(self.groups)}. Please call `init_weights_update_group` first.",
             )
-        while self.continued.is_set() and self.running:  # like SGLang's writer lock, waits for running samples
+        while self.continued.is_set() and self.running:  # wait for running samples, like SGLang's writer lock
             await asyncio.sleep(0.01)
         async with self.step_ended:
             try:

@@ -31,8 +31,8 @@ def untied(source: Path, target: Path) -> None:
 async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
     """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
 
-    Every position that attends to that token becomes NaN, and no other. The engine is updated because it would not load
-    a model directory with NaN.
+    With these weights, exactly the positions that attend to that token become NaN. They are sent as an update, because
+    the engine would not load a model directory with NaN.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():

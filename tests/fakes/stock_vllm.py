@@ -27,7 +27,7 @@ AS_DOCUMENTED = (
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
     "--scheduling-policy=priority",
-    "--no-enable-chunked-prefill",  # only needed on a CPU
+    "--no-enable-chunked-prefill",  # this option is needed only on a CPU
 )
 
 _SMALL_MACHINE = {

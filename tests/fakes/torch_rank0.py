@@ -102,7 +102,7 @@ def train(
 
 
 def served(directory, *, model, options):
-    """Step twice with dithered weights; return whether `forward` and `forward_at` these weights have equal bits."""
+    """Step twice with dithered weights; return whether `forward` and `forward_at` with the weights give equal bits."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options, gather_dtype=WeightDType.BFLOAT16, rounding=Rounding.DITHERED))
     steps(trainer, first=0, count=2, parts=2)

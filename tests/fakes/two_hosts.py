@@ -50,7 +50,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
-    """Start a namespace with `make`, until the block ends; return the command prefix that enters it."""
+    """Start a namespace with `make` that ends when `stack` closes; return the command prefix that enters it."""
     process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     deadline = time.monotonic() + PATIENCE_S

@@ -32,7 +32,7 @@ async def samples_across_an_update(
 ) -> None:
     """Assert that the old weights sample every token before the switch, and the new weights every later one.
 
-    If the update does not recompute the cache, the later log-probs must differ from those of the new model.
+    In an update mode that keeps the KV cache, the later log-probs must differ from those of the new model.
 
     Args:
         factor: ratio of the new model's weights to those in `model_path`, which the engine serves.

@@ -24,7 +24,7 @@ def varlen_attention(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Compute causal attention within each segment; the last query of a segment attends to all its keys."""
+    """Compute causal attention within each segment; the last query of a segment attends to all keys of the segment."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
         lengths = starts.diff()
         assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[0] == 0 and starts[-1] == len(of)

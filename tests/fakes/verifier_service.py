@@ -1,4 +1,4 @@
-"""A real verifier service, in this process or in one that can be killed.
+"""A real verifier service, in this process or in a process that a test can kill.
 
 python -m tests.fakes.verifier_service domain [port]      prints its port, serves until it is killed
 """

@@ -1,6 +1,6 @@
 """`play`: the game of `examples/guess_letter` with pauses before its turns; a test can see which process plays it.
 
-Each open episode has a file in `directory`, named by the process that plays it, which stays if that process is killed.
+Each open episode has a file in `directory`, named after the process that plays it; a killed process leaves its file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Unhurried:
 
 
 async def play(task: Task, client: Any, *, directory: str, longest_pause_s: float) -> float:
-    """Play one episode; a file in `directory` exists as long as it is open."""
+    """Play one episode; a file in `directory` exists as long as the episode is open."""
     file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
     file.touch()
     try:

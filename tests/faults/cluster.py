@@ -37,7 +37,7 @@ _FORKS.set_forkserver_preload(["tests.faults.role_process"])
 
 @cache
 def model() -> Path:
-    """Return a bigram model that finds all texts equally likely; it is built once per process."""
+    """Return a bigram model that gives all texts the same probability; it is built once per process."""
     path = Path(mkdtemp(prefix="uniform-bigram-"))
     tokenizer = char_tokenizer(alphabet="0123456789+= ")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
@@ -113,7 +113,7 @@ class Cluster:
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
         """Kill the process once it has passed `points` points of `operation`, or after `grace_s` seconds.
 
-        Return True if the process got that far.
+        Return True if the process passed that many points.
         """
         process = self.processes[name]
         self.fuses[name].light(operation, points)

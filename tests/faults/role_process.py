@@ -83,7 +83,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Make the process send itself the signal at `operation`, after it has passed `points` more of its points."""
+        """Make the process send itself the signal at `operation`, after it has passed `points` further points there."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
@@ -313,7 +313,7 @@ ROLES: Mapping[str, Any] = {
 
 
 def play_role(seat: GroupEndpoint) -> None:
-    """Run one role's process, with its fuse and witness."""
+    """Run one role in this process, with its `Fuse` and `Witness`."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the process that forked this one
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

@@ -97,7 +97,7 @@ def group_of(order_id: str) -> RolloutGroup:
 
 
 async def issue(streams: Stream, orders: list[str]) -> None:
-    """Append the orders in several requests, like the controller; each is sent twice, as after a lost answer."""
+    """Append the orders in several requests, like the controller; each request is sent twice, as after a lost reply."""
     for start in range(0, len(orders), 10):
         piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
         for _ in range(2):
@@ -212,7 +212,7 @@ class Run:
 
 
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
-    """Run the toy pipeline with several seeds; return for each the numbers of lost orders and of repeated orders."""
+    """Run the toy pipeline with several seeds; return for each seed the numbers of lost and of repeated orders."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     found = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in found], [doubled for _, doubled in found]
@@ -254,7 +254,7 @@ async def test_each_order_is_trained_once_although_the_stream_server_is_killed(t
     assert ending.result() == (0, 0)
 
 
-async def test_stream_server_that_crashes_loses_only_the_end_of_its_history(tmp_path: Path) -> None:
+async def test_stream_server_that_crashes_loses_only_the_newest_entries_of_its_history(tmp_path: Path) -> None:
     """The append-only file is cut off after each entry in turn, as by a crash; lost groups are made again."""
     server = EmbeddedRedis(tmp_path).start()
     streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)

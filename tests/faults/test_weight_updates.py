@@ -45,7 +45,7 @@ class Tally:
 
 
 class Timed:
-    """An `EngineControl` that records the times of the first join request and last answer of each generation."""
+    """An `EngineControl` that records when each generation's first join was requested and its last one answered."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -62,7 +62,7 @@ class Timed:
 
 
 class Fleet:
-    """A trainer, its engines, and a pool under load that uses only proven engines: those that serve the new version."""
+    """A trainer, its engines, and an engine pool under load, which uses only engines that serve the newest version."""
 
     def __init__(self, nursery: Nursery, client: EngineClient) -> None:
         self.nursery = nursery
@@ -156,8 +156,8 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(
     fleet: Fleet, kills: int
 ) -> None:
-    """The other engines form a new generation at once and serve the version; no token mixes versions."""
-    # The fast test allows 10 s more, since the machine may be busy; the slow test runs alone and allows only 1 s more.
+    """The other engines immediately form a new process group and serve the version; no token has mixed weights."""
+    # The fast test allows 10 s beyond the timeout, since the machine may be busy; the slow test runs alone.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []
@@ -202,7 +202,7 @@ async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_e
 async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(
     fleet: Fleet, freezes: int
 ) -> None:
-    """The other engines serve the version meanwhile; the resumed engine gets pool requests only after an update."""
+    """Meanwhile the other engines serve the new version; the resumed engine gets requests only after an update."""
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):

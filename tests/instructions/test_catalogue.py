@@ -1,4 +1,4 @@
-"""Each instruction with answers that follow or violate it, the layouts of problems' instructions, and wrong names."""
+"""Tests of each instruction with answers that follow or violate it, of metadata layouts, and of error messages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_every_instruction_in_the_catalogue_has_a_test_case():
 
 @pytest.mark.parametrize("piece", ["[", "*", "<<", " ", "\n", "a.", "A. ", '"', "a-", "{", "P.", "Day "])
 def test_instruction_check_takes_linear_time(piece):
-    """The slowest linear check takes 0.1 s of CPU time; one that tries all pairs would take a minute."""
+    """The slowest linear check takes 0.1 s of CPU time; a check of quadratic time would take a minute."""
     text = piece * (200_000 // len(piece))
     for id, parameters in {case[0]: case[1] for case in CASES}.items():
         began = time.thread_time()
@@ -264,7 +264,7 @@ def test_blank_answer_follows_no_instruction(blank: str, matching: Matching):
     assert followed([NO_COMMA], blank, matching) == [False]
 
 
-def test_loose_matching_rejects_an_answer_whose_only_line_is_removed():
+def test_loose_matching_does_not_accept_the_empty_text_that_is_left_when_the_only_line_is_removed():
     assert followed([NO_COMMA], "a, b", Matching.LOOSE) == [False]
 
 
@@ -273,6 +273,6 @@ def test_loose_matching_tries_eight_variants_of_the_answer():
     assert variants("a") == ["a", ""]
 
 
-def test_score_is_the_share_of_followed_instructions_or_1_only_if_all_are_followed():
+def test_score_share_is_the_share_of_followed_instructions_and_score_all_is_1_only_if_all_are_followed():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

@@ -78,7 +78,7 @@ def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Pat
 
 
 def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, recipe: Path) -> None:
-    """Noise depends only on the seed, so answers are equal token by token."""
+    """The sampling noise depends only on the seed, so both engines sample the same tokens."""
     app = create_app(
         bigram_engine.from_options(
             EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
@@ -91,7 +91,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, r
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_server_other_than_our_engines_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
+def test_third_party_server_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -110,7 +110,7 @@ def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe: Pa
     assert (report.figures.problems, report.incomplete) == (18, 2)
 
 
-def test_evaluation_ends_with_the_servers_reason_if_every_problem_fails(recipe: Path) -> None:
+def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_servers_reason(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
     with (
         in_thread(fake.app) as url,
@@ -227,7 +227,7 @@ def test_held_out_orders_of_an_evaluation_are_deterministic(recipe: Path) -> Non
     assert orders == list(held_out_orders(load(recipe), 7))
 
 
-def test_evaluation_report_is_shown_as_a_table_or_json(
+def test_evaluation_report_can_be_printed_as_a_table_or_as_json(
     model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = evaluated(str(model), load(recipe))

@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def answers(body: dict[str, Any]) -> str:
-    """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and else correctly for odd seeds."""
+    """Answer correctly if the prompt ends with 0, wrongly if it ends with 1, and otherwise correctly for odd seeds."""
     last = body["messages"][0]["content"][-1]
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
@@ -115,7 +115,7 @@ def test_invalid_range_of_pass_rates_is_rejected(text: str) -> None:
         Band.parse(text)
 
 
-def test_ranges_of_pass_rates_are_parsed_and_named() -> None:
+def test_range_of_pass_rates_is_parsed_and_each_rate_is_assigned_to_a_named_range() -> None:
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

@@ -45,7 +45,7 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),
     ],
 )
-def test_error_names_the_invalid_row_of_a_data_file_and_its_fault(
+def test_error_names_the_invalid_row_of_a_data_file_and_what_is_wrong_with_it(
     row: dict[str, object], domain: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
     tests = {"metadata": {"tests": [{"input": "", "output": ""}]}} if "verifier" in domain else {}

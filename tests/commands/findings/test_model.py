@@ -53,7 +53,7 @@ def test_check_shows_the_cost_of_routing_replay_and_the_training_loop_gets_the_r
     assert loop_settings(recipe(mixture, [])).routing is None
 
 
-def test_check_warns_if_the_trainers_routers_choose_experts_independently(mixture: Path) -> None:
+def test_check_warns_if_the_trainers_routers_choose_experts_independently_of_the_engine(mixture: Path) -> None:
     (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
     assert said.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
@@ -69,7 +69,7 @@ def test_check_warns_if_the_trainers_routers_choose_experts_independently(mixtur
         ([REPLAYED, "trainer.type=jax"], r"needs trainer\.type torch, got 'jax'"),
     ],
 )
-def test_mixture_model_is_rejected_for_an_engine_or_trainer_without_experts(
+def test_mixture_of_experts_is_rejected_for_an_engine_or_trainer_that_cannot_compute_experts(
     overrides: list[str], said: str, mixture: Path
 ) -> None:
     with pytest.raises(RecipeError, match=said):
@@ -81,8 +81,8 @@ def test_routing_replay_is_rejected_for_a_model_without_experts() -> None:
         refuse(recipe(None, [REPLAYED]))
 
 
-def test_canary_tolerance_allows_for_differing_experts_unless_routing_is_replayed(mixture: Path) -> None:
-    """With routing replay, the canary's forward pass uses the engine's experts; without it, the tolerance is larger."""
+def test_canary_check_tolerates_the_effect_of_differing_experts_unless_routing_is_replayed(mixture: Path) -> None:
+    """With routing replay, the trainer computes the canary with the engine's experts; else its tolerance is larger."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)

@@ -47,7 +47,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
 ) -> None:
     config = of_rows(tmp_path, row)
     refused = []
-    for seed in range(8):  # the seed decides into which of three splits the row is hashed; two splits are checked
+    for seed in range(8):  # with other seeds, the row is in other splits
         row_config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         try:
             list(instruction_findings(row_config, config.domains[0]))

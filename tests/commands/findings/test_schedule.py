@@ -1,4 +1,4 @@
-"""Output of `check` and `explain` on batches of several optimizer steps, and on recorded steps."""
+"""Tests of what `check` and `explain` print about batches of several optimizer steps, and about recorded steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_check_warns_of_ppo_clipping_that_has_no_effect_with_one_optimizer_step_
     assert said_of("ppo_recomputed", *SEVERAL) == []
 
 
-def test_check_warns_of_several_optimizer_steps_without_a_policy_ratio() -> None:
+def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_has_no_policy_ratio() -> None:
     plain = resolve({"preset": "pipelinerl", "is_weight": "one"})
     assert said_of(plain) == []
     (several,) = said_of(plain, *SEVERAL)
@@ -74,7 +74,7 @@ def test_check_warns_of_several_optimizer_steps_without_a_policy_ratio() -> None
     assert said_of("pipelinerl", *SEVERAL) == []
 
 
-def test_old_logprobs_setting_is_accepted_if_only_target_kl_reads_it() -> None:
+def test_setting_for_old_logprobs_is_accepted_if_only_the_target_kl_uses_them() -> None:
     objective_of(load("tiny", [*SEVERAL, "training.target_kl=0.1", "training.old_logprobs=behavior"]))
 
 

@@ -1,4 +1,4 @@
-"""The trial episode of `pipelinerl check` with the python tool, in the real sandbox."""
+"""Tests of the trial episode that `pipelinerl check` plays with the python tool, in the real sandbox."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_check_tries_the_instruction_verifier_without_a_reference_answer()
 
 
 def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path: Path) -> None:
-    """Positional arguments are the problem and the answer, so `label` is not the ground truth."""
+    """A verifier's positional arguments are problem and answer, so one named `label` would not get the ground truth."""
     (tmp_path / "r.py").write_text(
         "def by_place(response, label): return 1.0\n"
         "def as_shown(problem, completion_text): return 1.0\n"

@@ -48,7 +48,7 @@ def table(tmp_path: Path) -> str:
 
 
 def run_directory(where: Path, events: list[Event]) -> Path:
-    """Write a finished lockstep run of the recipe `tiny` with these events, and with answers of 6 tokens."""
+    """Write a finished lockstep run of the recipe `tiny`, with the given events and with answers of 6 tokens."""
     (where / "samples").mkdir(parents=True)
     save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
     (where / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -105,8 +105,8 @@ def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table:
     assert json.loads(said.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
 
-def test_simulation_from_a_run_is_validated_on_the_runs_second_half(tmp_path: Path) -> None:
-    """A run with similar halves is predicted well; after a run that slowed down, the prediction is not trusted."""
+def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_second_half(tmp_path: Path) -> None:
+    """A run with similar halves is predicted well. For a run that slowed down, the command warns of its prediction."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
     said = simulate("tiny", "--from", str(even))
     assert said.exit_code == 0, said.output
@@ -156,7 +156,7 @@ def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths must be fixed:"),
     ],
 )
-def test_error_in_a_hardware_table_names_its_key(table: str, said: str, tmp_path: Path) -> None:
+def test_error_about_a_hardware_table_names_the_invalid_key(table: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text(table)
     result = simulate("tiny", "--hardware", str(path))
@@ -176,7 +176,7 @@ def test_invalid_sweep_axis_is_rejected(axis: str, table: str) -> None:
     assert "section.key=value" in str(result.exception)
 
 
-def test_simulated_setting_is_read_from_the_sections_of_the_recipe() -> None:
+def test_settings_of_a_simulation_are_derived_from_the_sections_of_the_recipe() -> None:
     changes = ["staleness.preset=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
@@ -190,7 +190,7 @@ def test_simulated_setting_is_read_from_the_sections_of_the_recipe() -> None:
         "rollouts_per_step": 256,
         "group_size": 8,
         "slots": 256,
-        "groups_in_flight": 192,  # 4 · 3 engines · 256 slots / 8 samples per group, divided between two actors
+        "groups_in_flight": 192,  # for each of two actors: 4 · 3 engines · 256 slots / 8 samples / 2
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
 

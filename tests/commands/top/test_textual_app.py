@@ -1,4 +1,4 @@
-"""`pipelinerl top` with the controller's own application, with files only, and on a real terminal."""
+"""Tests of `pipelinerl top` with a live controller, with only the files of a run, and on a real terminal."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, wanted: bytes | None) -> bytes:
-    """Read from the terminal until it has written `wanted`, or until its other side is closed."""
+    """Read from the terminal until it has written `wanted`, or until the program has closed its side."""
     told = b""
     while wanted is None or wanted not in told:
         try:

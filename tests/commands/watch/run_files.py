@@ -112,7 +112,7 @@ class ServedPage:
 
 @contextmanager
 def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -> Iterator[ServedPage]:
-    """Serve the page of these runs; its HTTP client already has the login cookie."""
+    """Serve the page of the runs in `run_dirs`, and yield it with an HTTP client that has the login cookie."""
     keys: list[str] = []
     links, runs = PageLinks(keys.append), watched_runs(run_dirs)
     links.offer()
@@ -124,7 +124,7 @@ def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -
 
 def loaded(page: ServedPage, run: int = 0) -> Any:
     """Wait until the page has read all files of the run; return the response to `/api/run`."""
-    while True:  # ends at the latest with the time limit of the test
+    while True:  # the time limit of the test ends this loop at the latest
         told = page.get("/api/run", run=run)
         if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
             return told

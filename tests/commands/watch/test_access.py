@@ -32,7 +32,7 @@ def ask(page: ServedPage, path: str, method: str = "GET", **headers: str) -> htt
     return httpx.request(method, page.url + path, headers=given, trust_env=False, timeout=PATIENCE_S)
 
 
-def test_page_link_works_once_and_a_new_link_is_announced(page: ServedPage) -> None:
+def test_page_link_can_be_used_only_once_and_a_new_link_is_announced(page: ServedPage) -> None:
     first = page.keys[-1]
     there = ask(page, f"/?key={first}")
     assert (there.status_code, there.headers["location"]) == (303, "/")
@@ -45,7 +45,7 @@ def test_page_link_works_once_and_a_new_link_is_announced(page: ServedPage) -> N
     assert page.keys[-1] != first and ask(page, f"/?key={page.keys[-1]}").status_code == 303
 
 
-def test_page_link_opened_from_another_site_sets_its_cookie_by_a_reload(page: ServedPage) -> None:
+def test_page_link_opened_from_another_site_sets_the_login_cookie_and_reloads_the_page(page: ServedPage) -> None:
     there = ask(page, f"/?key={page.keys[-1]}", sec_fetch_site="cross-site")
     assert (there.status_code, there.headers["refresh"], there.content) == (200, "0; url=/", b"")
     assert TOKEN in there.headers["set-cookie"]
@@ -62,7 +62,7 @@ def test_used_page_link_shows_a_form_that_accepts_another_key(page: ServedPage) 
     assert ask(page, f"/?key={pasted}").status_code == 303, "people paste the whole link"
 
 
-def test_shared_link_opens_any_number_of_browsers_read_only(page: ServedPage) -> None:
+def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedPage) -> None:
     keys = list(page.keys)
     for _ in range(3):
         there = ask(page, f"/?share={SHARE}")
@@ -109,7 +109,7 @@ def test_page_rejects_a_wrong_cookie(page: ServedPage, cookie: str) -> None:
     assert answer.status_code == 401
 
 
-def test_page_finds_its_cookie_among_those_of_other_ports(page: ServedPage) -> None:
+def test_page_finds_its_own_cookie_among_the_cookies_of_servers_on_other_ports(page: ServedPage) -> None:
     others = f'a=b; other="x;{COOKIE["cookie"]}x; pipelinerl=no;{COOKIE["cookie"]} ; c'
     assert ask(page, "/api/run", cookie=others).status_code == 200
 

@@ -59,7 +59,7 @@ def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage)
     assert page.http.get("/api/run", params={"run": 2}).status_code == 404
 
 
-def test_page_returns_step_metrics_whole_or_merged_into_fewer_points(page: ServedPage) -> None:
+def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page: ServedPage) -> None:
     whole = page.get("/api/steps", metrics="reward,domain/long_words/reward,none", points=40)
     assert whole["each"] == 1 and whole["x"]["step"] == list(range(1, 41)) and whole["complete"]
     assert list(whole["y"]) == ["reward", "domain/long_words/reward"] and set(whole["y"]["reward"]) == {"mean"}
@@ -87,7 +87,7 @@ def test_live_view_shows_confidence_intervals_token_ages_and_what_roles_wait_for
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
-def test_live_view_returns_only_steps_and_event_marks_that_the_browser_does_not_have(page: ServedPage) -> None:
+def test_live_view_returns_only_the_steps_and_event_marks_that_the_browser_does_not_have_yet(page: ServedPage) -> None:
     names = "reward,domain/long_words/reward"
     whole = page.get("/api/now", metrics=names)["steps"]
     assert whole == page.get("/api/steps", metrics=names) and whole["last"] == 40
@@ -169,7 +169,7 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     one = written_run(tmp_path / "one", steps=1, overrides=["engine.count=2"])
     two = written_run(tmp_path / "two", steps=1, overrides=["staleness.j=2"])
     text = (two / "recipe.toml").read_text()
-    text = text.replace("stall_s = 120.0\n", "")  # like a recipe saved before this setting existed
+    text = text.replace("stall_s = 120.0\n", "")  # a recipe saved before this setting existed lacks its line
     (two / "recipe.toml").write_text(text.replace('name = "long_words"', 'name = "other_words"'))
     with served_page(one, two) as page:
         found = {each["path"]: each["values"] for each in page.get("/api/compare")["differences"]}
@@ -201,7 +201,7 @@ def test_malformed_events_do_not_break_the_page(tmp_path: Path) -> None:
             for kind in kinds:
                 file.writelines(json.dumps(dict.fromkeys(names, each) | {"kind": kind}) + "\n" for each in odd)
             file.write(json.dumps({"kind": "step", "step": 3, "reward": 1.0}) + "\n")
-        while page.get("/api/run")["step"] != 3:  # ends at the latest with the time limit of the test
+        while page.get("/api/run")["step"] != 3:  # the time limit of the test ends this loop at the latest
             pass
         for path in ("/api/steps", "/api/now", "/api/knobs", "/api/engines", "/api/compare"):
             page.get(path)
@@ -222,7 +222,9 @@ async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
     raise AssertionError(f"the stream has ended before {waited}")
 
 
-async def test_page_stream_sends_new_events_and_replays_missed_ones(tmp_path: Path) -> None:
+async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events_that_the_browser_missed(
+    tmp_path: Path,
+) -> None:
     import httpx
 
     run_dir = written_run(tmp_path / "run", steps=5, end=False)
@@ -259,7 +261,7 @@ async def test_page_stream_sends_new_events_and_replays_missed_ones(tmp_path: Pa
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_page_returns_a_time_window_of_the_timeline_with_one_lane_per_role(tmp_path: Path) -> None:
+def test_page_returns_a_time_window_of_the_timeline_with_one_row_per_role(tmp_path: Path) -> None:
     with served_page(written_run(tmp_path / "run", steps=10)) as page:
         loaded(page)
         whole = page.get("/api/timeline")

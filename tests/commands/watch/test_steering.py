@@ -89,7 +89,7 @@ async def knobs_are_changed(page: ServedPage, run: Any) -> None:
 
 
 async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
-    """Check that knob values which JSON cannot represent are rejected, both when checked and when changed."""
+    """Check that the page neither accepts as valid nor applies knob values that JSON cannot represent."""
     before = run.controller.state.knobs
     for body in (
         b'{"k": NaN}',

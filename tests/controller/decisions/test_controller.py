@@ -162,7 +162,7 @@ def test_run_with_staleness_bounds_j_and_k_of_one_trains_each_step_on_the_latest
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_run_that_filters_groups_issues_extra_orders_except_in_lockstep_by_default(
+def test_run_that_filters_groups_issues_extra_orders_by_default_except_in_lockstep(
     oversample: float | None, k: int, issued: int
 ) -> None:
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
@@ -334,7 +334,7 @@ def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> N
 
 
 def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts() -> None:
-    """New prompts follow the new knobs at once, so a trainer with the old ones could wait for too many rollouts."""
+    """New prompts follow the new knobs immediately; a trainer with the old knobs could wait for too many rollouts."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
     run.publish()
@@ -354,7 +354,7 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_trainer_that_waits_for_rollouts_gets_a_directive_while_an_evaluation_runs() -> None:
+def test_trainer_that_waits_for_rollouts_gets_a_directive_even_while_an_evaluation_runs() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -370,7 +370,7 @@ def test_trainer_that_waits_for_rollouts_gets_a_directive_while_an_evaluation_ru
 
 
 def test_orders_of_a_departed_actor_are_reissued() -> None:
-    """The last heartbeat of the departed actor claims four groups; these orders exist nowhere else any more."""
+    """The last heartbeat of the departed actor reports four groups in flight, whose orders exist nowhere else."""
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -383,7 +383,7 @@ def test_orders_of_a_departed_actor_are_reissued() -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
+def test_orders_lost_by_the_stream_server_are_reissued_and_trained_only_once(seed: int) -> None:
     """The newest orders and unread groups are lost at random, although the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))

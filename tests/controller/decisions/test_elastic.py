@@ -1,4 +1,4 @@
-"""Tests of automatic scaling: it follows the work, converges, and respects its limits."""
+"""Tests of automatic scaling: the number of engines follows the work, converges, and stays within its limits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 
 
 class Site:
-    """A run for which `work` engines just suffice: fewer delay the trainer, and more are partly idle."""
+    """A run for which `work` engines just suffice: fewer engines delay the trainer, and more are partly idle."""
 
     def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
         self.made = _made(rule, least=least, most=most)
@@ -176,7 +176,7 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_engines_are_scaled_only_after_consecutive_equal_verdicts_and_a_settling_time(
+def test_number_of_engines_changes_only_after_consecutive_equal_verdicts_and_a_settling_time(
     found: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
@@ -268,7 +268,7 @@ def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
-def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
+def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
     # The launcher reports that the process of engine-1 died too often.
@@ -278,7 +278,7 @@ def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_number_of_engines_is_unchanged_once_the_run_ends() -> None:
+def test_number_of_engines_stays_unchanged_while_the_run_ends() -> None:
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))
     assert set(site.pass_time(60)) == {1}

@@ -97,7 +97,7 @@ def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) ->
     assert to_stop(made.state) == [], "whoever wants to know why finds its process"
 
 
-def test_engine_that_did_not_answer_its_canary_is_retried_once_it_answers_a_poll(run: World) -> None:
+def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -106,7 +106,7 @@ def test_engine_that_did_not_answer_its_canary_is_retried_once_it_answers_a_poll
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
-def test_replaced_engine_drains_once_its_replacement_passes_the_canary_check(run: World) -> None:
+def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run: World) -> None:
     made = run.controller
     requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
@@ -138,7 +138,7 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_engine_that_failed_its_canary_is_not_retried_because_another_engine_joins(run: World) -> None:
+def test_joining_of_another_engine_causes_no_retry_of_an_engine_that_failed_its_canary(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -166,7 +166,7 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
-def test_replaced_engine_drains_once_even_if_its_address_is_reused(run: World) -> None:
+def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run: World) -> None:
     """A new engine may get the port of the old one, and the replacement passes further canary checks later."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -183,7 +183,7 @@ def test_replaced_engine_drains_once_even_if_its_address_is_reused(run: World) -
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_replacement_of_an_engine_that_was_removed_meanwhile_drains_nothing(run: World) -> None:
+def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
@@ -195,7 +195,7 @@ def test_replacement_of_an_engine_that_was_removed_meanwhile_drains_nothing(run:
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
-def test_drained_engine_is_expelled_and_its_process_stopped_once_it_is_idle(run: World) -> None:
+def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
@@ -227,7 +227,7 @@ def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run
     assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
 
 
-def test_requested_engine_never_gets_the_name_of_a_manually_started_engine(run: World) -> None:
+def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))

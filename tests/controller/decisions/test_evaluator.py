@@ -1,4 +1,4 @@
-"""Tests of pinned evaluations under random schedules: one version answers each, training continues, and all end."""
+"""Tests of evaluations under random schedules: one model version answers each evaluation, and training continues."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unanswering(run: World) -> World:
     return run
 
 
-def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_one() -> None:
+def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluation() -> None:
     run = world(engines=(ENGINE,))
     run.begin()
     run.publish()
@@ -130,7 +130,7 @@ def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
     assert run.controller.state.fleet.pinned() == []
 
 
-def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other() -> None:
+def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other_engine() -> None:
     run = world(evaluation_problems=30, steps=1000, k=2)
     told = recorded(run)
     run.begin()
@@ -166,8 +166,8 @@ def test_evaluation_orders_in_flight_are_limited_to_the_pinned_engines_capacity(
     assert {order.engine for order in asked} == {OTHER}
 
 
-def test_gate_time_limit_of_an_evaluation_counts_from_the_first_postponed_update() -> None:
-    """No update is due before the step ends, and a step may take longer than the gate's time limit."""
+def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update() -> None:
+    """A step may take longer than the time limit, and no weight update is due before the step ends."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -178,7 +178,7 @@ def test_gate_time_limit_of_an_evaluation_counts_from_the_first_postponed_update
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_evaluation_gate_postpones_weight_updates_until_all_answers_have_arrived() -> None:
+def test_evaluation_in_gate_mode_postpones_weight_updates_for_at_most_its_time_limit() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -229,7 +229,7 @@ def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() ->
     assert abandoned(told) == ["epoch 2 has begun"]
 
 
-def test_engine_that_joins_during_an_evaluation_gate_waits_for_its_weights() -> None:
+def test_engine_that_joins_while_weight_updates_are_postponed_waits_for_its_weights() -> None:
     run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
     at = run.version
     while run.version == at:

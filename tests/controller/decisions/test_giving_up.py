@@ -116,7 +116,7 @@ def test_transient_refusal_of_weights_does_not_end_the_run() -> None:
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
-def test_run_continues_while_another_engine_may_still_serve() -> None:
+def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER))
@@ -167,7 +167,7 @@ def test_run_without_an_engine_ends_after_the_time_limit() -> None:
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
-def test_time_limit_without_engines_restarts_when_an_engine_joins() -> None:
+def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins() -> None:
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
@@ -361,7 +361,7 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     assert kinds(effects) == ["alarm_cleared"]
 
 
-def test_groups_with_equal_rewards_after_the_last_step_do_not_change_how_the_run_ends() -> None:
+def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends() -> None:
     made = serving()
     made.controller.state.version = made.controller.settings.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []

@@ -43,7 +43,7 @@ def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_tempera
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
-def test_evaluation_orders_use_domain_settings_but_the_temperature_of_their_set() -> None:
+def test_evaluation_orders_use_the_settings_of_their_domain_but_the_temperature_of_their_evaluation_set() -> None:
     own, other = (factory().asking(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
@@ -51,8 +51,8 @@ def test_evaluation_orders_use_domain_settings_but_the_temperature_of_their_set(
     assert factory().asking(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
 
 
-def test_evaluation_problem_is_sampled_the_same_regardless_of_other_sets() -> None:
-    """Only the order's index depends on the other sets."""
+def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets() -> None:
+    """Only the index of the problem's order depends on the other evaluation sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
     beside = [factory().asking(plan(other), index, version=2, number=1) for index in range(5)]
     assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]

@@ -91,7 +91,7 @@ def test_step_review_remembers_a_bounded_number_of_steps(state: RunState) -> Non
     assert state.watched.recent[-1].step == 199
 
 
-def test_step_event_includes_stage_timings_of_at_most_four_groups_once(state: RunState) -> None:
+def test_step_event_includes_stage_timings_of_at_most_four_groups_and_each_only_once(state: RunState) -> None:
     for first in (0, 3):
         told = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
         note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=told))

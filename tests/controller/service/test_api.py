@@ -137,7 +137,7 @@ async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_repeated_engine_offers_join_the_engine_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_that_offers_itself_repeatedly_joins_once(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -218,7 +218,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
 async def test_offer_of_an_engine_that_does_not_answer_is_rejected_immediately(
     run: Running, http: httpx.AsyncClient
 ) -> None:
-    """Without the check, only the next publication would notice, and all other engines would wait for it."""
+    """Without this check, only the next publication would notice the dead engine, and would delay all other engines."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
@@ -344,7 +344,7 @@ async def test_concurrent_engine_requests_get_distinct_names(
     assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
 
 
-async def test_second_replacement_of_an_engine_that_is_leaving_is_a_conflict(
+async def test_second_request_to_replace_an_engine_that_is_leaving_is_rejected_as_a_conflict(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     await run.start()
@@ -378,7 +378,7 @@ async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(
     assert run.controller.state.fleet.members() == []
 
 
-async def test_drained_engine_is_removed_once_it_has_been_idle_for_a_while(
+async def test_drained_engine_is_removed_after_it_has_been_idle_for_a_while(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     await run.start()
@@ -446,7 +446,9 @@ async def test_all_routes_except_health_require_the_token(
     assert run.controller.ending is None
 
 
-async def test_assignment_names_verifier_services_until_they_are_withdrawn(http: httpx.AsyncClient) -> None:
+async def test_assignment_for_actors_names_verifier_services_until_the_services_are_withdrawn(
+    http: httpx.AsyncClient,
+) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}

@@ -1,4 +1,4 @@
-"""Tests of the service on a real stream: reading, appending, trimming, journaling, polling and the end."""
+"""Tests of the controller's service on a stream in memory: reports, orders, trimming, journal, polls, and the end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """An `EngineProbe` with metrics that a test sets; it logs requests, and engines that a test switched off hang."""
+    """An `EngineProbe` that counts requests. The test sets the metrics, and which engines hang (`off`)."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
@@ -179,7 +179,7 @@ async def test_controller_answers_reports_with_directives_and_orders_for_prompts
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
 
 
-async def test_invalid_report_goes_to_the_dead_letters_and_the_next_is_processed(tmp_path: Path) -> None:
+async def test_invalid_report_goes_to_the_dead_letters_and_the_next_report_is_processed(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))

@@ -53,7 +53,7 @@ def test_pass_at_k_rejects_impossible_sample_counts(n: int, c: int, k: int) -> N
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """The mean over draws of n samples is 1 − (1 − p)^k; the plug-in estimate 1 − (1 − c/n)^k is far from it."""
+    """The mean of pass@k over draws of n samples is 1 − (1 − p)^k; that of the plug-in 1 − (1 − c/n)^k is far off."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k
@@ -63,7 +63,7 @@ def test_pass_at_k_is_unbiased() -> None:
     assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
 
 
-def test_bootstrap_interval_covers_the_truth_in_about_95_percent_of_draws() -> None:
+def test_bootstrap_interval_covers_the_true_mean_in_about_95_percent_of_draws() -> None:
     draw = generator(1, "coverage")
     truth, held = 0.6, 0  # the accuracies of problems are drawn from Beta(3, 2), whose mean is 0.6
     for seed in range(300):

@@ -108,13 +108,13 @@ def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(oth
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
-def test_evaluation_without_a_pin_accepts_answers_of_any_version() -> None:
+def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version() -> None:
     asked = evaluation(1)
     assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
     assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
 
 
-def test_number_of_evaluation_orders_in_flight_stays_within_the_window() -> None:
+def test_number_of_evaluation_orders_in_flight_stays_within_the_given_limit() -> None:
     asked = evaluation(5)
     assert asked.to_ask(2) == [0, 1]
     assert asked.to_ask(2) == []
@@ -171,7 +171,7 @@ def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> 
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_evaluation_set_with_all_answers_is_complete_even_if_another_is_not() -> None:
+def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_set_is_not() -> None:
     asked = of_two_sets()
     asked.add(2, answer(2, correct=4, judged=4), now=1.0)
     asked.add(3, answer(3, correct=4, judged=4), now=1.0)

@@ -1,4 +1,4 @@
-"""Tests of the fleet: every cell of the table in `fleet.py`, and when the membership changes."""
+"""Tests of the fleet: every cell of the transition table in `fleet.py`, and when the membership number changes."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def test_engine_states_change_as_in_every_cell_of_the_transition_table(
 def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
     events: list[tuple[str, str, int, int]],
 ) -> None:
-    """Under random events, the test tracks which engines got weights and then passed the canary check."""
+    """The test makes random events, and tracks which engines got weights and then passed the canary check."""
     fleet = Fleet()
-    given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this incarnation
+    given: dict[str, tuple[int, int]] = {}  # by URL: version and membership of the last publication to its engine
     proven: set[str] = set()
     born: dict[str, int] = {}
     lives = 0
@@ -214,7 +214,7 @@ def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fl
     assert fleet.members() == [A, B]
 
 
-def test_report_about_an_older_membership_is_ignored_for_a_restarted_engine(fleet: Fleet) -> None:
+def test_update_report_from_before_an_engines_restart_is_ignored(fleet: Fleet) -> None:
     before = fleet.membership
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
@@ -265,7 +265,7 @@ def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failure
     )
 
 
-def test_repeated_engine_offer_only_updates_name_and_type(fleet: Fleet) -> None:
+def test_repeated_offer_of_an_engine_only_updates_its_name_and_type(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -302,7 +302,7 @@ def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_offers_are_ign
 
 
 @pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
-def test_operator_or_new_incarnation_readmits_an_expelled_engine(fleet: Fleet, incarnation: str) -> None:
+def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet: Fleet, incarnation: str) -> None:
     fleet.expel(A, "removed by an operator", to_stop=True)
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
     assert fleet.join(A, incarnation)

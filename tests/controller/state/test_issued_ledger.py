@@ -49,8 +49,8 @@ def test_unsettled_orders_are_the_failed_or_stale_orders_that_the_trainer_has_no
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_order_reported_as_failed_but_trained_counts_once() -> None:
-    """Another actor completed a second copy of the order; the trainer's report decides the outcome."""
+def test_order_reported_as_failed_but_trained_counts_only_once() -> None:
+    """One actor reported a failure, and another completed a second copy of the order; the trainer's report decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
         account.next_index()
@@ -166,7 +166,7 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_extra_orders_halve_the_trainers_wait_if_three_of_four_groups_are_filtered(seed: int) -> None:
+def test_extra_orders_halve_the_trainers_waiting_time_if_three_of_four_groups_are_filtered(seed: int) -> None:
     (without, _), (compensated, stale) = (ticks(most, filtered=0.75, seed=seed) for most in (1.0, 3.0))
     assert compensated < 0.5 * without
     assert stale < 0.25 * 4 * 200, "and most of what is sampled for it is trained"

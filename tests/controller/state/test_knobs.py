@@ -19,7 +19,7 @@ def test_knob_values_may_be_given_as_text() -> None:
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_patch_with_the_current_knobs_in_json_form_is_valid_and_changes_nothing() -> None:
+def test_patch_that_contains_the_current_knobs_as_json_is_valid_and_changes_nothing() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
@@ -92,7 +92,7 @@ def test_patching_a_setting_that_is_not_a_knob_is_rejected(name: str) -> None:
         ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
     ],
 )
-def test_knob_values_too_large_or_small_for_journal_or_engines_are_rejected(
+def test_knob_values_that_are_out_of_range_for_the_journal_or_the_engines_are_rejected(
     change: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RecipeError) as refused:

@@ -16,7 +16,7 @@ from tests.controller.world import controller
 
 
 def gone_on(made: Controller, **recipe: Any) -> Controller:
-    """Return a controller that resumes from the checkpoint of step 5, with these knobs in its recipe."""
+    """Return a controller that resumes from the checkpoint of step 5; `recipe` gives the knobs in its recipe."""
     resumed = controller(**recipe)
     record = msgspec.json.decode(msgspec.json.encode(made.state.checkpoint_record()))
     resumed.state.resume(record, step=5)
@@ -80,7 +80,7 @@ def test_recipe_that_contradicts_knob_changes_made_during_the_run_is_rejected() 
         gone_on(made, j=8, k=8)
 
 
-def test_results_of_moved_or_removed_evaluation_sets_keep_their_names() -> None:
+def test_results_of_evaluation_sets_that_the_recipe_moved_or_removed_keep_their_names() -> None:
     evaluations = Evaluations()
     for name, place in (("math", 0), ("aime", 1), ("math", 0)):
         asked = EvaluationSet(name=name, place=place, problems=1, max_tokens=8)

@@ -1,4 +1,4 @@
-"""The source `hub:<id>` falls back to the cache; an error of one sentence reports data that is in neither of them."""
+"""Tests of the source `hub:<id>`: without the hub it reads the cache, and without a cache it fails in one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(first and first.messages[0].content, len(seen))
 
 
 def asked(cache: Path, program: str = ASK) -> str:
-    """Return the output of a program in a new process; the library reads the setting HF_HUB_OFFLINE at import."""
+    """Run a program in a new process, as the hub's library reads HF_HUB_OFFLINE only at import; return its output."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
@@ -94,7 +94,7 @@ MEBIBYTE = 2**20
 
 
 def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", **parameters: Any) -> list[str]:
-    """Check the first rows of a data file, as before a run; return their questions. The check rejects `refuse`."""
+    """Check the first rows of a data file, as before a run; return their questions. Question `refuse` is rejected."""
     seen: list[str] = []
 
     def check(problem: Problem) -> None:
@@ -112,7 +112,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 def test_check_before_a_run_reads_only_the_requested_number_of_rows(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
-    each = 10 if name != "saved" else 5  # the data set has two files, and rows are read from each
+    each = 10 if name != "saved" else 5  # the data set `saved` has two files; 5 rows of each are read
     expected = questions[:10] if name != "saved" else questions[:5] + questions[25:30]
     assert looked_at(path, each) == expected
     assert looked_at(path, 1000) == questions

@@ -395,7 +395,7 @@ def test_invalid_parameter_error_names_the_parameter(
         open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
 
-def test_fast_path_for_row_digests_gives_the_digest_of_the_mapped_text() -> None:
+def test_fast_path_for_row_digests_gives_the_same_digest_as_mapping_the_row_first() -> None:
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt

@@ -1,4 +1,4 @@
-"""Tests of `BatchingEngine` on the bigram model, whose tokens depend only on the previous one and are exactly known."""
+"""Tests of `BatchingEngine` on a bigram model, whose token probabilities depend only on the previous token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> Cha
 
 
 async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
-    """Submit a request, and return once it is queued, so that the next step admits it."""
+    """Submit a request, and return once the request is queued, so that the next decode step admits it."""
     task = asyncio.create_task(engine.complete(request))
     await asyncio.sleep(0)
     return task
@@ -149,10 +149,10 @@ async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner,
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_ignore_eos_samples_past_end_tokens_and_allows_them_in_prefixes(
+async def test_with_ignore_eos_sampling_continues_after_end_tokens_and_prefixes_may_contain_them(
     gate: GatedRunner, tokenizer: ChatTokenizer
 ) -> None:
-    """With `ignore_eos`, an end token has text, and other tokens may follow it."""
+    """With `ignore_eos`, an end token is part of the text, and other tokens may follow the end token."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
@@ -225,7 +225,7 @@ async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine: Bat
     assert first.choices == alone.choices
 
 
-async def test_samples_of_a_request_that_start_together_share_one_prefill(
+async def test_samples_of_one_request_that_start_together_share_one_prefill(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=6, max_tokens=3))
@@ -255,7 +255,7 @@ async def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_samp
     await asyncio.gather(short, long)
 
 
-async def test_sequences_join_and_leave_the_batch_at_any_step(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_can_join_and_leave_the_batch_at_any_step(engine: BatchingEngine, gate: GatedRunner) -> None:
     lengths = [1, 1, 2, 3, 4, 5, 6, 7]
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
     tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
@@ -269,7 +269,7 @@ async def test_sequences_join_and_leave_the_batch_at_any_step(engine: BatchingEn
     metrics = engine.metrics()
     assert metrics.occupied_slot_steps_total == metrics.generated_tokens_total == sum(lengths)
     assert (metrics.finished_sequences_total, metrics.running_sequences) == (8, 0)
-    assert metrics.busy_s_total > 0  # the time of the last step may not be counted yet
+    assert metrics.busy_s_total > 0  # not exact, as the last step may not be counted yet
 
 
 async def test_cancelled_request_frees_its_rows_and_queue_slots(engine: BatchingEngine, gate: GatedRunner) -> None:
@@ -347,7 +347,7 @@ async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1)
 async def test_version_spans_name_the_weights_that_sampled_each_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """Each log-prob shows which weights sampled the token, so a version span that is off by one token is detected."""
+    """Each log-prob shows which weights sampled its token, so a version span that is one token too long is detected."""
     tables = {0: _table(gate)}
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
     await _steps(engine, gate, 3)
@@ -364,7 +364,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_update_mode_continue_keeps_the_kv_cache_and_recompute_kv_rebuilds_it(
+async def test_update_in_continue_mode_keeps_the_kv_cache_and_in_recompute_kv_mode_rebuilds_it(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
@@ -386,7 +386,7 @@ async def test_update_mode_continue_keeps_the_kv_cache_and_recompute_kv_rebuilds
     assert len((await task).choices) == 2
 
 
-async def test_recompute_kv_prefills_identical_contexts_once(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_recompute_kv_update_prefills_identical_contexts_once(engine: BatchingEngine, gate: GatedRunner) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
@@ -430,7 +430,7 @@ async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cach
 async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """A top-k of zero is off, which spares the runner a sort."""
+    """A top-k of zero turns top-k off, so the runner need not sort."""
     placed: list[RowState] = []
     place = gate.place
     gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
@@ -440,7 +440,7 @@ async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
+async def test_samples_that_an_update_aborts_return_the_tokens_sampled_before(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
@@ -459,7 +459,7 @@ async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
     assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
-async def test_update_mode_abort_ends_streams_with_finish_reason_abort(
+async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     async def chunks() -> list[FinishReason | None]:
@@ -476,7 +476,7 @@ async def test_update_mode_abort_ends_streams_with_finish_reason_abort(
     assert (await reading)[-1] is FinishReason.ABORT
 
 
-async def test_update_mode_drain_waits_until_running_samples_finish(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_in_drain_mode_waits_for_running_samples(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
     await _steps(engine, gate, 2)
     _stage(engine, seed=1)
@@ -560,10 +560,10 @@ def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
     gate.decode = spoiled  # type: ignore[method-assign]
 
 
-async def test_request_with_nonfinite_logits_fails_without_affecting_others(
+async def test_request_with_nonfinite_logits_fails_without_affecting_other_requests(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """One of three running samples of the request fails, while its fourth sample still waits for a row."""
+    """One of three running samples of the request gets NaN logits, while the fourth sample still waits for a row."""
     one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, request) for request in (one,)]
     tasks += [await _submitted(engine, request) for request in (doomed, other)]
@@ -633,7 +633,7 @@ async def test_engine_start_raises_the_error_of_a_failed_model_load(endless: Cha
 async def test_cancelled_engine_start_leaves_no_thread_running(
     gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading cannot be interrupted, so it completes; its thread then ends without an error."""
+    """Loading a model cannot be interrupted, so it completes; the loading thread then ends without an error."""
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr("threading.excepthook", reported.append)
     loading, may_load = threading.Event(), threading.Event()

@@ -29,7 +29,7 @@ def ask(n: int, *, max_tokens: int = 20, **others: Any) -> ChatCompletionRequest
 
 
 def cut(choices: list[Choice], ends: dict[int, int]) -> list[AnswerPrefix]:
-    """Return answer prefixes: for each choice index in `ends`, its tokens before that end."""
+    """Return answer prefixes: for each choice index i in `ends`, the first `ends[i]` tokens of choice i."""
     return [AnswerPrefix(index=i, token_ids=(choices[i].token_ids or [])[:end]) for i, end in ends.items()]
 
 
@@ -71,7 +71,7 @@ async def test_samples_with_different_prefixes_are_prefilled_separately(
     ]
 
 
-async def test_recompute_kv_prefills_prompt_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_recompute_kv_update_prefills_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
@@ -100,7 +100,7 @@ async def test_prefixes_that_could_not_have_been_sampled_are_rejected(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_stream_with_an_interval_holds_back_only_the_newest_token(
+async def test_stream_with_an_interval_sends_all_sampled_tokens_except_the_newest_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
@@ -122,7 +122,7 @@ async def test_stream_with_an_interval_holds_back_only_the_newest_token(
 async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
-    """No sampled token is lost, even if the streaming interval is far longer."""
+    """No sampled token is lost, even if the streaming interval is far longer than the time until the close."""
     came: list[int] = []
 
     async def follow() -> None:

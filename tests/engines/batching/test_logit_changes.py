@@ -42,7 +42,7 @@ def test_request_without_bias_clears_the_logit_changes_of_a_reused_row() -> None
     assert not changes and not added(changes, 1)
 
 
-def test_logit_bias_and_penalties_of_rows_beyond_the_batch_are_left_out() -> None:
+def test_logit_bias_and_penalties_of_rows_outside_the_batch_are_ignored() -> None:
     changes = LogitChanges()
     changes.place(2, BIAS, [])
     assert changes and not added(changes, 2)

@@ -1,4 +1,4 @@
-"""The scheduler keeps rows contiguous, makes disjoint moves, and starts requests by priority, then by arrival."""
+"""Tests that the scheduler keeps rows contiguous, moves rows without overlap, and orders requests by priority."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_olde
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_late_sample_names_a_running_sample_of_its_request_as_source_of_the_prompt_cache() -> None:
+def test_sample_that_starts_late_is_to_copy_the_prompt_cache_of_a_running_sample_of_its_request() -> None:
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)
@@ -71,7 +71,7 @@ def test_late_sample_names_a_running_sample_of_its_request_as_source_of_the_prom
     assert late.sequences == [request.sequences[2]]
 
 
-def test_late_sample_names_no_source_of_the_prompt_cache_if_the_other_samples_have_ended() -> None:
+def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_its_request_have_ended() -> None:
     scheduler = _scheduler(slots=2)
     scheduler.submit(_request("a", samples=3))
     scheduler.admit()
@@ -161,7 +161,7 @@ def _room(free: int, blocks: int = 100) -> CacheRoom:
 
 
 def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold() -> None:
-    """Nine prompt tokens fill two blocks that the samples share; each sample needs one more block."""
+    """The nine prompt tokens fill two blocks, which the samples share; each sample needs one further block."""
     scheduler = _scheduler(slots=8)
     scheduler.submit(_request("a", samples=4, prompt=9))
     assert scheduler.admit(_room(2)) == []

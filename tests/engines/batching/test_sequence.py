@@ -1,4 +1,4 @@
-"""A text window returns the text before the first stop string, whichever tokens that string arrives in."""
+"""A text window returns the text before the first stop string, however that string is split into tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_text_window_cuts_text_before_the_first_stop_string(
     assert window.text == shown
 
 
-def test_text_window_finds_the_same_stop_string_as_a_plain_search(tokenizer: ChatTokenizer) -> None:
+def test_text_window_finds_the_same_stop_string_as_a_search_in_the_whole_text(tokenizer: ChatTokenizer) -> None:
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)

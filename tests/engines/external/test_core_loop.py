@@ -44,7 +44,7 @@ class ScriptedCore:
         self.is_closed = False
 
     def check(self, request: Request) -> None:
-        """Accept every request."""
+        """Check nothing: a scripted core accepts every request."""
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         if self.refusal is not None:
@@ -246,7 +246,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
 
 
 async def test_core_loop_can_be_stopped_while_its_thread_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop of the thread closes before the thread ends; the test delays the thread in between."""
+    """The thread's event loop closes before the thread ends; the test delays the thread between these two moments."""
     ending, may_end = threading.Event(), threading.Event()
 
     def hold(_: threading.ExceptHookArgs) -> None:

@@ -63,7 +63,7 @@ async def test_engine_client_raises_update_errors_with_class_and_param(client: E
     assert refused.value.param == "group"
 
 
-async def test_client_with_a_wrong_token_is_unauthorized_except_for_health(url: str) -> None:
+async def test_client_with_a_wrong_access_token_may_request_only_the_health_route(url: str) -> None:
     async with EngineClient(token="wrong") as stranger:
         assert (await stranger.health(url)).model_version == 0
         with pytest.raises(Unauthorized):

@@ -58,7 +58,7 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                # A chunk is counted once the reader asks for the next one.
+                # A chunk is counted when the reader asks for the next chunk.
                 self.came[request.seed] += any(part.token_ids for part in chunk.choices)
 
 
@@ -67,7 +67,7 @@ class Scripted:
     """A `ChatClient` whose engines stream some tokens and then end as scripted; token t of sample i is 10·i + t."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """Script each engine as (epoch, version, tokens sent per sample, exception raised after them or None)."""
+        """Script each engine as (epoch, version, tokens sent per sample, exception raised after the tokens or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []
@@ -147,7 +147,7 @@ async def test_answer_continues_on_another_engine_after_the_first_is_removed() -
     assert client.asked == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
 
 
-async def test_finished_samples_are_not_requested_again_after_a_handover() -> None:
+async def test_samples_that_are_complete_are_not_requested_again_after_a_handover() -> None:
     """Sample 1 is already complete when the first engine dies."""
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None))
     client.short = {1: 3}
@@ -192,7 +192,7 @@ async def test_engine_that_restarted_with_old_weights_does_not_continue_an_answe
     assert client.asked == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
 
 
-async def test_answer_starts_over_on_an_engine_that_rejects_the_continuation() -> None:
+async def test_answer_starts_over_on_an_engine_that_rejects_its_continuation() -> None:
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, InvalidRequest("no prefixes here")))
     pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
     with pytest.raises(InvalidRequest, match="b: no prefixes here"):
@@ -209,7 +209,7 @@ async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
     return await running
 
 
-async def test_answer_that_hits_nonfinite_logits_is_tried_once_per_engine() -> None:
+async def test_answer_that_fails_with_nonfinite_logits_is_tried_once_per_engine() -> None:
     error: ContractError = NotFinite("NaN")
     client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
     with pytest.raises(NotFinite, match="b: NaN"):
@@ -232,7 +232,7 @@ SLOW_S = "0.2"
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
-    """Return answers that began on engine `dies` and were cut off by `ends`, and the same answers of engine `stays`."""
+    """Return answers that began on engine `dies` until `ends` cut them off, and uncut answers of engine `stays`."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
     async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]

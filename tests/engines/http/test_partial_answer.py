@@ -109,7 +109,7 @@ def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_tokens_kept_at_a_handover_are_counted_once_and_count_as_resampled_if_dropped_later() -> None:
+def test_tokens_kept_at_a_handover_count_once_as_kept_and_instead_as_resampled_if_they_are_dropped_later() -> None:
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()

@@ -75,7 +75,7 @@ def test_least_busy_engine_equals_that_of_a_plain_scan(history: list[tuple[str, 
         assert load.outstanding == {url: tokens[url] for url in serving}
 
 
-def test_equally_busy_engines_are_picked_by_name_or_in_an_order_per_actor() -> None:
+def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor() -> None:
     urls = [f"http://10.0.0.{number}" for number in range(100)]
 
     def in_order(ties: str) -> list[str]:
@@ -149,7 +149,7 @@ class Script:
         yield  # makes this function an async generator
 
 
-def test_request_cost_counts_the_prompt_once_and_every_sample() -> None:
+def test_cost_of_a_request_counts_its_prompt_once_and_the_tokens_of_every_sample() -> None:
     assert cost(ask(n=4)) == 3 + 4 * 5
     assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
 
@@ -180,7 +180,7 @@ async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_request_moves_from_a_failing_engine_to_another_with_the_same_seed(error: Exception) -> None:
+async def test_request_moves_from_a_failing_engine_to_another_engine_with_the_same_seed(error: Exception) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
@@ -190,7 +190,7 @@ async def test_request_moves_from_a_failing_engine_to_another_with_the_same_seed
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
-async def test_request_rejected_by_one_engine_is_sent_to_another(error: ContractError) -> None:
+async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error: ContractError) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
@@ -216,14 +216,14 @@ async def test_error_of_unknown_kind_counts_as_a_rejection_after_three_attempts(
     assert len(client.calls) == 3
 
 
-async def test_engine_that_is_full_is_retried_but_an_engine_that_rejects_the_request_is_not() -> None:
+async def test_request_is_retried_on_a_full_engine_but_not_on_an_engine_that_rejected_it() -> None:
     outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
     assert [url for url, _ in client.calls] == ["a", "b", "b", "b"]
 
 
-async def test_request_fails_only_once_every_serving_engine_has_rejected_it() -> None:
+async def test_request_fails_only_when_every_serving_engine_has_rejected_it() -> None:
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
     pending = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
@@ -235,7 +235,7 @@ async def test_request_fails_only_once_every_serving_engine_has_rejected_it() ->
         await asyncio.wait_for(pending, SOON_S)
 
 
-async def test_prompt_too_long_for_one_engine_is_answered_by_one_with_a_longer_context(
+async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_longer_context(
     tokenizer: ChatTokenizer,
 ) -> None:
     """Use two real engines with different context lengths."""
@@ -256,7 +256,7 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_one_with_a_longer_c
                 await pool.complete(long)
 
 
-async def test_only_engine_is_retried_after_a_failure() -> None:
+async def test_engine_that_is_the_only_one_is_retried_after_a_failure() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -328,7 +328,7 @@ async def test_requests_still_running_on_an_engine_count_as_load_when_that_engin
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_request_of_a_removed_engine_moves_to_another_with_its_seed() -> None:
+async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its_seed() -> None:
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
@@ -340,7 +340,7 @@ async def test_request_of_a_removed_engine_moves_to_another_with_its_seed() -> N
     assert pool.outstanding == {"b": 0}
 
 
-async def test_request_moved_to_another_engine_frees_its_slots_on_the_first() -> None:
+async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engine() -> None:
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
@@ -357,7 +357,7 @@ async def test_request_moved_to_another_engine_frees_its_slots_on_the_first() ->
 async def test_no_request_is_lost_when_an_engine_is_killed() -> None:
     """Kill one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
-    # Slow enough that no answer is complete before the kill.
+    # The engine is so slow that no answer is complete before the kill.
     slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
     with in_thread(application()) as stays, slow as (dies, process):
         async with EngineClient() as client:
@@ -391,7 +391,7 @@ async def test_while_an_engine_answers_requests_addressed_to_it_all_other_reques
     assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
 
 
-async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another() -> None:
+async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another_engine() -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)

@@ -126,7 +126,7 @@ def test_request_body_that_never_ends_times_out(url: str, monkeypatch: pytest.Mo
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
 
 
-def test_metrics_route_has_one_sample_per_metric_field(client: httpx.Client) -> None:
+def test_metrics_route_reports_one_value_per_metric(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     assert text.count("# TYPE") == len(EngineMetrics.model_fields)
     assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
@@ -150,7 +150,7 @@ class _Broken:
         raise RuntimeError("secret of the inside")
 
 
-def test_unexpected_error_is_a_500_in_the_error_shape_without_its_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_gives_status_500_and_does_not_reveal_its_message(caplog: pytest.LogCaptureFixture) -> None:
     broken: Any = _Broken()
     with in_thread(create_app(broken, token=None)) as served:
         for answer in (

@@ -83,7 +83,7 @@ def runner(options: EngineOptions) -> JaxRunner:
 
 @pytest.fixture(scope="module")
 def twin(options: EngineOptions) -> ModelRunner:
-    """The torch engine's runner of the same weights."""
+    """A runner of the torch engine with the same weights."""
     return torch_engine.load_runner(replace(options, threads=1))
 
 
@@ -134,7 +134,7 @@ def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:
     assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
 
 
-def test_jax_engine_repeats_the_same_calls_bit_for_bit(runner: JaxRunner) -> None:
+def test_jax_engine_gives_bit_identical_results_for_repeated_calls(runner: JaxRunner) -> None:
     assert _script(runner) == _script(runner)
 
 
@@ -160,7 +160,7 @@ def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunne
 
 
 def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
-    """This holds for all lengths, row counts and weights, except that top-k and top-p are compiled on first use."""
+    """No length, row count or weights need a new program; only top-k and top-p are compiled at their first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
     for _ in range(12):
@@ -186,7 +186,7 @@ def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions,
     _agree(*steps)
 
 
-def test_number_of_compiled_programs_is_bounded() -> None:
+def test_number_of_programs_that_the_jax_engine_compiles_is_bounded() -> None:
     buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
@@ -255,7 +255,7 @@ def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
 
 
 def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
-    """Divided by a temperature of 1e-5, logits exceed 1e5, which fp32 resolves only to hundredths."""
+    """Divided by a temperature of 1e-5, logits exceed 1e5, where fp32 values are about 0.01 apart."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
     logprobs = sample(
         jax.numpy.asarray(logits),

@@ -1,4 +1,4 @@
-"""The block table of the paged KV cache: rows own blocks, share blocks of common prefixes, and leak none."""
+"""Tests of the block table of the paged KV cache: rows share the blocks of common prefixes, and no block leaks."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
 
 
-def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_rows() -> None:
-    """Sequence lengths are those of `python -m benchmarks engine`. A full row reserves the whole context length."""
+def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_a_cache_of_full_rows() -> None:
+    """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
     held = 0
@@ -68,7 +68,7 @@ def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_row
     assert held >= 4 * rows
 
 
-def test_growing_rows_when_no_cache_block_is_free_returns_false_and_raises_nothing() -> None:
+def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_raising() -> None:
     blocks = table(5)
     blocks.begin([0], tokens_of(COMMON[:7]))
     blocks.begin([1], tokens_of([50, 51, 52, 53, 54, 55, 56]))
@@ -79,7 +79,7 @@ def test_growing_rows_when_no_cache_block_is_free_returns_false_and_raises_nothi
 
 @pytest.mark.parametrize("keeps_few", [False, True])
 def test_block_table_agrees_with_a_simple_reference_after_random_operations(keeps_few: bool) -> None:
-    """Each block of a row holds the tokens of that row in order, even if it is shared, and no row has a free block."""
+    """Each block of a row, shared or not, holds the tokens of that row in order, and no row has a free block."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)
     rows: dict[int, list[int]] = {}

@@ -143,7 +143,7 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: En
 
 
 @pytest.mark.parametrize("on_update", OnUpdate)
-async def test_small_kv_cache_with_preemption_samples_the_same_tokens(
+async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_tokens(
     options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
 ) -> None:
     """The cache of eight rows holds only two full contexts, so samples are preempted and continued."""
@@ -185,7 +185,7 @@ def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
 
 @pytest.mark.gpu
 def test_kv_cache_that_exceeds_the_gpu_memory_share_is_rejected(options: EngineOptions) -> None:
-    """The last line restores the process's memory limit for other tests."""
+    """The last line of the test restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"MiB are left of the device's .*; set engine\.slots to \d+ or less"):

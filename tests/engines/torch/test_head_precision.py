@@ -1,4 +1,4 @@
-"""The engine's output layer in fp32: both forward implementations, tied and untied weights, and weight swaps."""
+"""Tests of the fp32 output layer of the engine: with and without transformers' modules, tied and untied, swapped."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def told(routed: RoutedExperts | None) -> Any:
 
 
 def chosen_by(path: Path, token_ids: list[int]) -> Any:
-    """Return the experts [tokens, layers, top_k] that transformers' own model chooses in one forward."""
+    """Return the experts [tokens, layers, top_k] that transformers' own model chooses in one forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([token_ids]), output_router_logits=True).router_logits

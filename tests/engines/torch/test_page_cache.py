@@ -1,4 +1,4 @@
-"""Rows of a batch count as duplicates, which are computed once, as long as they hold the same tokens."""
+"""Tests that batch rows with equal tokens (duplicates) are computed once until their tokens differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.engines.torch.page_cache import AlikeRows
 ROWS = 8
 
 
-def test_duplicate_rows_are_not_merged_if_they_are_too_few_to_save_time() -> None:
+def test_rows_with_equal_tokens_are_computed_separately_if_they_are_too_small_a_part_of_the_batch() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -18,7 +18,7 @@ def test_duplicate_rows_are_not_merged_if_they_are_too_few_to_save_time() -> Non
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
+def test_one_row_of_several_with_equal_tokens_is_computed_for_all_until_their_tokens_differ() -> None:
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
@@ -35,8 +35,8 @@ def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_rows_merged_as_duplicates_hold_the_same_tokens_after_random_events() -> None:
-    """Rows begin, step, end and move at random; the expected duplicates follow from the tokens of each row."""
+def test_rows_that_are_computed_as_one_have_equal_tokens_after_any_sequence_of_events() -> None:
+    """Rows begin, step, end and move at random; the test keeps the tokens of each row to check the duplicates."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0
     merged = 0

@@ -78,7 +78,7 @@ def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 
 def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one full forward per row."""
+    """Return the log-probs [STEPS, rows] that a transformers model gives to `tokens`, from one forward pass per row."""
     columns = []
     for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
         with torch.no_grad():
@@ -114,7 +114,7 @@ def _stage(runner: TorchRunner, path: Path) -> None:
     runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
 
 
-def test_quantized_values_and_step_sizes_match_precomputed_ones() -> None:
+def test_quantized_values_and_step_sizes_match_precomputed_values() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
     # Values halfway between two integers round to the even one.
     assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]
@@ -148,7 +148,7 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
 
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
-    """The engine may round a value to a neighbouring step, which changes few log-probs, by less than quantisation."""
+    """The engine may round a value to a neighbouring step; this changes few log-probs, by less than quantisation."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
@@ -177,7 +177,7 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) 
 def test_quantized_model_after_an_update_equals_loading_the_new_model(
     path: Path, other: Path, weights: WeightFormat
 ) -> None:
-    """Results equal those of the loaded model bit for bit, change only at the swap, and return after an update back."""
+    """Results equal those of the loaded model bit for bit, change only at the swap, and revert with the old weights."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])

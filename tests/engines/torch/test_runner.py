@@ -1,6 +1,6 @@
 """Batched decoding with a KV cache equals a slow reference, which recomputes the whole sequence for each token.
 
-Each architecture is tested with transformers' modules, and supported ones also with the module-free forward.
+Each architecture is tested with transformers' modules, and some also with the forward that calls no modules.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
     _decode(runner, rows, 4)
     _agree(directories[name], rows)
 
-    late = Row(common + _prompt(7, 2), noise_key=7)  # its prefix is in the cache of running rows, one of which is moved
+    late = Row(common + _prompt(7, 2), noise_key=7)  # the prefix is cached by running rows, one of which moves
     runner.move([4], [1])
     assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
     runner.place([late.state(4)])
@@ -273,7 +273,7 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
 def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """At low temperatures, the rows of two groups sample equal tokens for a while; one group has no cached prompt."""
+    """At low temperatures, the rows of two groups sample equal tokens for a while; one group's prompt is not cached."""
     runner = _runner(directories[name], forward)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
@@ -339,7 +339,7 @@ def test_rows_that_join_leave_and_move_sample_the_same_tokens_as_alone(directori
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_one_long_row_among_short_ones_samples_the_same_tokens_as_alone(
+def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(
     directories: dict[str, Path], name: str
 ) -> None:
     path = directories[name]
@@ -370,7 +370,7 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: d
 def test_every_implementation_of_reading_the_paged_cache_gives_the_same_tokens(
     directories: dict[str, Path], name: str
 ) -> None:
-    """Rows share cache blocks, fit into one, or have scattered ones. On a CPU, triton interprets the kernel."""
+    """Rows share cache blocks, fit into one block, or have scattered blocks. On a CPU, triton interprets the kernel."""
     for reading in READINGS:
         runner = _runner(directories[name])
         runner._cache.reading = reading

@@ -104,7 +104,7 @@ def test_top_logprobs_are_those_of_the_truncated_distribution() -> None:
     assert drawn.logprobs.tolist() == [drawn.top_logprobs[0, 1].item(), drawn.top_logprobs[1, 0].item()]
 
 
-def test_logit_bias_and_penalties_are_added_to_their_rows_once() -> None:
+def test_logit_bias_and_penalties_are_added_to_their_rows_exactly_once() -> None:
     changes = LogitChanges()
     changes.place(1, LogitChange({2: 10.0, 0: -1.0}, 0.5, 0.25), [0, 0, 3])
     changed = add_to_logits(torch.zeros(2, 4, dtype=torch.bfloat16), changes)

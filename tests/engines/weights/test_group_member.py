@@ -1,4 +1,4 @@
-"""When an engine leaves a process group because it joins a newer one, neither its event loop nor the join blocks."""
+"""Tests that an engine joins a newer process group without waiting until its previous group is closed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def joining(generation: int) -> InitProcessGroupRequest:
     )
 
 
-async def test_joining_a_group_does_not_wait_until_the_previous_membership_ends() -> None:
+async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is_closed() -> None:
     endpoints = Endpoints()
     member = GroupMember(endpoints)
     await member.join(joining(1))

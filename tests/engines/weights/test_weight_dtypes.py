@@ -31,7 +31,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
-    """Run an update from PREPARE to COMMIT; `named` are fields that replace the layout in PREPARE."""
+    """Run an update from its PREPARE request to COMMIT; the fields in `named` replace the layout in PREPARE."""
     await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
     trainer = setting.trainer
     assert trainer is not None
@@ -53,7 +53,7 @@ async def test_half_precision_update_is_converted_to_float32_and_its_digest_is_o
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_prepare_may_name_the_layout_of_an_earlier_update_or_of_the_engine_by_its_id() -> None:
+async def test_prepare_request_may_give_the_id_of_a_layout_from_an_earlier_update_or_from_the_engine() -> None:
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)
@@ -66,7 +66,7 @@ async def test_prepare_may_name_the_layout_of_an_earlier_update_or_of_the_engine
         await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
-async def test_update_in_an_unsupported_dtype_is_rejected_and_names_supported_ones() -> None:
+async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_supported_dtypes() -> None:
     setting = Setting()
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"

@@ -214,7 +214,7 @@ async def test_committed_update_serves_the_bytes_and_reports_digest_and_totals(s
     assert setting.receiver.digest == _digest(BYTES)
 
 
-async def test_commit_timeout_error_names_the_bytes_received_so_far(setting: Setting) -> None:
+async def test_commit_timeout_error_says_how_many_bytes_were_received(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send(buckets=1)
@@ -351,7 +351,7 @@ async def test_joining_a_new_group_drops_the_staged_update(setting: Setting) -> 
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_prepare_fails_while_the_receive_of_a_dropped_update_still_uses_the_buffer(setting: Setting) -> None:
+async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_the_buffer(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -459,7 +459,7 @@ async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_timeout_error_of_a_pull_names_the_bytes_received_so_far(setting: Setting) -> None:
+async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(setting: Setting) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)
@@ -484,7 +484,7 @@ async def test_abort_cancels_a_pull_and_frees_its_buffer(setting: Setting) -> No
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
-async def test_prepare_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
+async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
     """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
     pull = _Pull(waits=waits)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
@@ -522,7 +522,7 @@ async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earli
     assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_of_an_update_that_a_prepare_replaces_fails(setting: Setting) -> None:
+async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_that_update(setting: Setting) -> None:
     """If this commit succeeded, the bytes of the next update would overwrite the weights that serve."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))

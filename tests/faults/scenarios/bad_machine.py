@@ -41,7 +41,7 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: The seeds of `make test`: only the read-only machine, because a run whose processes are killed takes a minute.
+#: The seeds of `make test`: only the situation READ_ONLY, because a run whose processes are killed takes a minute.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
 #: The seeds of `make chaos`: each situation once, and `KILLS` (multiples of 8) twenty times, with ten kills each.
 LONG = (*range(8), *range(8, 8 * 20, 8))
@@ -201,14 +201,14 @@ def _gets_on(run: LiveRun) -> None:
 
 
 def _closed(run: LiveRun) -> list[str]:
-    """Close the run's terminal (SIGHUP); return a sentence on a wrong exit status and on processes that remain."""
+    """Close the run's terminal (SIGHUP); return sentences about a wrong exit status and about processes that remain."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
 def _settled(run: LiveRun) -> list[str]:
-    """Stop the run; return a sentence for each contradiction in its ledger, and on processes that remain."""
+    """Stop the run; return sentences about contradictions in its ledger and about processes that remain."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
         try:
@@ -248,7 +248,7 @@ def unbalanced(run: LiveRun) -> list[str]:
 
 
 def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
-    """Launch a run where nothing can be written; return its output unless it refuses to start in one sentence."""
+    """Launch a run where nothing can be written; return its output unless that is one sentence of refusal."""
     through = _mounted("-o ro", str(path.parent))
     if not through:
         return []

@@ -138,7 +138,7 @@ def victims(seed: int, kills: int) -> list[str]:
 
 
 def disturb(cluster: Cluster, seed: int, number: int, victim: str, figures: Counter[str]) -> None:
-    """Wait for two steps and an open episode; then kill a process and restart it, unless its actor restarts it."""
+    """Wait for two steps and an open episode; then kill a process, and restart it unless it is a host."""
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")

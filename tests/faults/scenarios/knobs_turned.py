@@ -1,4 +1,4 @@
-"""Knobs change many times a second on a live run of two engines: it always takes the next step.
+"""Knobs change many times a second on a live run of two engines: the run always takes its next step.
 
 The recipe is that of `make run`. At random intervals the staleness bounds j and k change, and sometimes groups in
 flight and rollouts per step, so that limits fall while the pipeline is full and rise while it is empty. Each step must

@@ -1,4 +1,4 @@
-"""A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
+"""A process of the trainer's mesh is killed (kill -9): the other process ends, no group is lost or trained twice.
 
 Each seed is one real run with five kills of a random rank at random moments. After each, the other rank must end, and
 both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained
@@ -59,7 +59,7 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
     run_on(run, steps=2)
     ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
     rank = int(random.integers(2))
-    time.sleep(random.uniform(0, 1))  # so that the kill can happen anywhere in a step
+    time.sleep(random.uniform(0, 1))  # a random wait, so that the kill can happen anywhere in a step
     killed = time.monotonic()
     ranks[rank].kill()
     while is_alive(ranks[1 - rank]):

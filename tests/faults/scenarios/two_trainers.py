@@ -59,7 +59,7 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Run the scenario with one seed; with a mutant, each take-over is one that only the fence could prevent."""
+    """Run the scenario with one seed; with a mutant, only the fence could stop the first trainer's writes."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0
@@ -77,7 +77,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
 
 
 def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
-    """Suspend the trainer, start another, resume the first; return a sentence for each effect of the first since."""
+    """Suspend the trainer, start a second, resume the first; return a sentence for each later effect of the first."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
@@ -104,7 +104,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
         seen = before(cluster, epoch)
         os.kill(first.pid, signal.SIGCONT)
         cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
-        written = list(put_in_place(cluster, seen))  # look before the second trainer replaces checkpoints
+        written = list(put_in_place(cluster, seen))  # listed before the second trainer replaces them
         if by_the_fence:
             os.kill(cluster.processes["trainer"].pid, signal.SIGCONT)
     finally:
@@ -118,7 +118,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
 
 
 def head_start(cluster: Cluster, *, up_to_s: float) -> None:
-    """Wait up to `up_to_s` seconds for a step of the second trainer; a broadcast of the first may block the second."""
+    """Wait up to `up_to_s` for a step of the second trainer; a broadcast of the first trainer may block the second."""
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)

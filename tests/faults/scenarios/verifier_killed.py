@@ -30,7 +30,7 @@ from tests.patience import PATIENCE_S
 SHORT = range(2)
 LONG = range(50)
 
-#: The numbers of concurrent groups and of answers per group.
+#: The number of groups that are judged at the same time, and the number of answers per group.
 _AT_ONCE: Final = 6
 _ANSWERS: Final = 4
 

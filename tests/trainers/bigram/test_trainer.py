@@ -54,7 +54,7 @@ def test_three_bigram_trainer_steps_match_torch_adamw(preset, path, micro_batch)
         adamw.zero_grad()
         loss.backward()
         norm = table.grad.norm()
-        table.grad *= CLIP / norm  # torch's own clipping adds 1e-6 to the norm
+        table.grad *= CLIP / norm  # not by torch's own clipping, which adds 1e-6 to the norm
         adamw.step()
         stats, stepped = trainer.backward([batch], objective)[0], trainer.optimizer_step(learning_rate=0.1)
         np.testing.assert_allclose(stats.loss, loss.item(), rtol=1e-9)

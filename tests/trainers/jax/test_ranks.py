@@ -1,7 +1,7 @@
 """A JAX trainer on two processes: equality with one process, the kit, states, and ranks that die, hang or are missing.
 
-Rank 0 is `tests.fakes.jax_rank0`, rank 1 the role that users start. Each process has one CPU device, with gloo between
-them.
+Rank 0 runs `tests.fakes.jax_rank0`, and rank 1 runs the role that users start. Each process has one CPU device; gloo
+connects them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainer_contract.types import MicroBatch, TrainerSpec
 #: The seconds after which the trainer under test gives up a silent rank.
 SILENCE_S = 5
 ENVIRONMENT = {
-    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # repeated flag: the last wins
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # the last flag wins
     "OMP_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles its own programs, as on hosts without a shared disk
@@ -132,7 +132,7 @@ def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance:
 
 @pytest.mark.timeout(300)
 def test_jax_step_on_two_processes_matches_one_process(two_processes, model_path):
-    """Compares losses, log-probs, norm and gradient; a step with eps = 1 shows the gradient in the weights."""
+    """The test compares losses, log-probs, norm and gradient, which a step with eps = 1 shows in the weights."""
     one = jax_rank0.started(model_path("qwen3"), {})
     before = {name: array.copy() for name, array in one.gather_weights()}
     alone, together = jax_rank0.one_step(one), dict(np.load(two_processes / "first.npz"))
@@ -142,7 +142,7 @@ def test_jax_step_on_two_processes_matches_one_process(two_processes, model_path
 
 
 @pytest.mark.timeout(300)
-def test_jax_state_of_two_processes_resumes_on_one(two_processes, model_path):
+def test_jax_state_of_two_processes_resumes_on_one_process(two_processes, model_path):
     parts = list((two_processes / "state/arrays/mean/model.embed_tokens.weight").rglob("c/*/*"))
     assert len(parts) == 2, "each process wrote its own"
     restored = jax_rank0.started(model_path("qwen3"), {}, restore_from=two_processes / "state")
@@ -221,7 +221,7 @@ def test_rank_1_error_says_that_rank_0_does_not_answer():
         ({"process": 1, "processes": 4}, "secret", r"it is rank 1 of 4, expected one of 1..2 of 3"),
     ],
 )
-def test_rejected_rank_does_not_keep_others_from_joining(fields, token, sentence, tmp_path):
+def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields, token, sentence, tmp_path):
     paths = {name: tmp_path / name for name in ("secret", "other")}
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))
@@ -245,7 +245,7 @@ def test_rejected_rank_does_not_keep_others_from_joining(fields, token, sentence
 # --- messages ------------------------------------------------------------
 
 
-def test_rank_commands_survive_a_round_trip(micro_batch, model_path):
+def test_rank_commands_are_unchanged_by_encoding_and_decoding(micro_batch, model_path):
     batch = micro_batch()
     again = decode_batch(encode_batch(batch))
     for name in MicroBatch.__dataclass_fields__:
@@ -269,7 +269,7 @@ def test_ranks_reject_classes_that_are_not_part_of_an_objective():
         decode(b"\x80")
 
 
-def test_heartbeats_keep_a_silent_peer_from_timing_out():
+def test_peer_that_sends_only_heartbeats_does_not_time_out():
     ours, theirs = tcp_pair()
     listening, beating = (Channel(end, peer="rank 1", silence_s=1.5) for end in (ours, theirs))
     beating.beat()

@@ -87,7 +87,7 @@ def test_jax_log_probs_and_gradients_match_the_torch_trainer(name, model_path, m
 
 
 def value_directory(folder, path, batch):
-    """Create a value model whose values differ between states."""
+    """Train a value model until its values differ between tokens; return its directory."""
     trainer = started(path, TorchTrainer, head=Head.VALUE, optimizer=OptimizerSpec(eps=1.0))
     for _ in range(3):
         trainer.backward([with_returns(batch)], CRITIC)
@@ -207,7 +207,7 @@ def test_forward_at_given_weights_compiles_no_further_program(model_path, micro_
 
 
 def remats(jaxpr):
-    """Yield the policies of rematerialised parts of a jaxpr, nested ones included."""
+    """Yield the checkpoint policy of each rematerialised part of a jaxpr, also of nested parts."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("remat"):
             yield equation.params["policy"]
@@ -219,7 +219,7 @@ def remats(jaxpr):
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
 def test_training_forward_matches_inference_bit_for_bit(precision, model_path, micro_batch):
-    """RLAX §5.1: no residuals in the layers or the head keep XLA from compiling both forward passes the same way."""
+    """As no layer saves residuals, XLA compiles the forward passes of training and inference alike (RLAX §5.1)."""
     trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
     worker, inside = trainer._worker, batch.loss_mask
     _, columns = jax_worker.laid_out(worker.program, batch)
@@ -258,7 +258,7 @@ def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_
 @pytest.mark.parametrize(
     ("head", "rounding"), [(HeadPrecision.MODEL, Rounding.NEAREST), (HeadPrecision.FP32, Rounding.DITHERED)]
 )
-def test_jax_trainer_passes_use_the_rounded_weights_that_engines_serve(
+def test_forward_and_backward_in_jax_use_the_rounded_weights_that_engines_serve(
     model_path, tmp_path, micro_batch, head, rounding
 ):
     path = tmp_path / "bf16"

@@ -1,4 +1,4 @@
-"""Rank 0 runs commands on the other ranks, and ends these ranks as finished or as failed."""
+"""Tests that rank 0 runs commands on the other ranks, and tells them at the end whether it finished or failed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rank_0_sends_the_next_command_before_the_previous_one_ends() -> None:
     other.close()
 
 
-def test_commands_after_the_loss_of_a_rank_raise() -> None:
+def test_commands_after_the_loss_of_a_rank_raise_a_rank_error() -> None:
     ranks, other = two_ranks()
     first = ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
     other.close()

@@ -59,7 +59,7 @@ def test_block_behind_a_reused_file_descriptor_is_not_written_to() -> None:
     assert not other.any()
 
 
-def test_shared_block_of_another_host_is_recognised_as_not_here() -> None:
+def test_shared_block_of_another_host_is_recognised_as_unreachable_from_here() -> None:
     assert not shared.is_here(Place(os.getpid(), 10**6, 0, 0), b"")
     assert not shared.is_here(Place(0, 0, 0, 0), bytes(8)), "what a rank 0 says that can share nothing"
 
@@ -91,7 +91,7 @@ def test_partly_referenced_memory_block_is_not_reused() -> None:
     assert where in {address(memory.take(64).memory)}
 
 
-def test_fourth_block_in_use_is_plain_instead_of_shared_memory() -> None:
+def test_fourth_block_in_use_at_the_same_time_is_plain_memory_and_not_shared() -> None:
     memory = RecycledMemory(64)
     held = [memory.take(64) for _ in range(4)]
     assert [block.place is not None for block in held] == [True, True, True, False]

@@ -1,4 +1,4 @@
-"""Compiled layers against uncompiled ones, also with gradient checkpointing, adapters, and masters on the host."""
+"""Tests of compiled against uncompiled layers, also with checkpointing, adapters, and master weights on the host."""
 
 import numpy as np
 import pytest

@@ -13,6 +13,6 @@ from trainer_contract.errors import SpecError
 
 
 def test_expert_parallelism_rejects_transformers_without_token_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)  # as in transformers 5.17
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)  # transformers 5.17 lacks it
     with pytest.raises(SpecError, match=r"cannot exchange tokens between processes; install transformers 5\.23"):
         keep_own_experts(torch.nn.Linear(2, 2), ProcessMesh(dp_shard=2), torch.device("cpu"))

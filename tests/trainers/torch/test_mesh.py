@@ -1,6 +1,6 @@
 """A torch trainer on several processes: equality with one process, the kit, states, and ranks that die or hang.
 
-Rank 0 is `tests.fakes.torch_rank0`, the others the role that users start, with gloo between them.
+Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run the role that users start. gloo connects them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOST = {"optimizer": {"place": "host"}}
 DIVIDED = {"gradients": "divided"}
 #: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
-#: Models and heads from which two processes begin: tied and untied embeddings, a Conv1D, and a value head.
+#: Models with their heads that two processes load: tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: The checks of the conformance kit in which ranks must agree; slow tests run the whole kit.
 AGREED = [
@@ -67,13 +67,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
     [
         ([1, 2, 3], 1, None, [0, 0, 0]),  # as the launcher starts them: each rank sees its own GPU
         ([1, 1, 1], 4, None, [0, 1, 2]),  # started manually on one host
-        ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # on two hosts
-        ([1, 2, 1], 2, None, [0, 0, 1]),  # ranks of two hosts in turn
+        ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # two ranks on each of two hosts
+        ([1, 2, 1], 2, None, [0, 0, 1]),  # rank 1 is on another host than ranks 0 and 2
         ([1, 1], 4, 3, [3, 3]),
         ([1, 2], 1, 1, [0, 0]),
     ],
 )
-def test_ranks_that_see_the_same_gpus_choose_different_ones(views, devices, local_rank, indices):
+def test_ranks_that_see_the_same_gpus_choose_different_gpus(views, devices, local_rank, indices):
     assert [device_index(rank, views, devices, local_rank) for rank in range(len(views))] == indices
 
 
@@ -182,7 +182,7 @@ def model(model_path) -> str:
 
 @pytest.fixture(scope="module")
 def one(model, model_path, tmp_path_factory) -> Path:
-    """Take 30 steps in this process, and save the gradient."""
+    """Take 30 steps and compute a gradient in this process alone; return the directory of the results."""
     directory = tmp_path_factory.mktemp("one")
     for name in ("lora", "epochs", "mixture"):
         (directory / name).mkdir()
@@ -274,7 +274,7 @@ def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
 
 @pytest.mark.timeout(600)
 def test_context_parallel_steps_match_one_process(one, two):
-    """Rollouts share prompts as in one process, and key heads are repeated if there are too few."""
+    """As in one process, rollouts share the computation of prompts; key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
@@ -296,7 +296,7 @@ def test_20_steps_of_adapters_over_a_sharded_base_match_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two):
+def test_two_processes_match_one_process_with_several_optimizer_steps_per_batch(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
     assert np.abs(ours["epochs.losses"] - theirs["epochs.losses"]).max() <= 1e-6
@@ -304,7 +304,7 @@ def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two
 
 
 @pytest.mark.timeout(600)
-def test_run_of_two_processes_resumes_on_one_and_on_two(one, two):
+def test_run_of_two_processes_resumes_on_one_process_and_on_two_processes(one, two):
     """The state does not depend on the number of processes; each resumed run continues as if uninterrupted."""
     losses = arrays(one)["steps.losses"]
     for name, steps in (("alone", slice(20, 25)), ("again", slice(25, 30))):
@@ -341,7 +341,7 @@ def test_each_process_reads_its_own_rows_of_the_model_bit_for_bit(two, begun, tm
 
 
 @pytest.mark.timeout(600)
-def test_error_on_one_process_is_raised_on_all_and_they_continue(two):
+def test_error_on_one_process_is_raised_on_all_processes_which_then_continue(two):
     """Only the second process opens the damaged shard."""
     assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
 
@@ -369,7 +369,7 @@ def test_20_steps_with_memory_saving_options_match_one_process(one, model, tmp_p
 
 
 @pytest.mark.timeout(600)
-def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one(model, two, tmp_path):
+def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one_process(model, two, tmp_path):
     small = two[0] / "small"
     kept = ShardFiles.of(small / "state")
     assert kept is not None and kept.rows("model.norm.weight", "exp_avg", slice(0, 1)).dtype is torch.bfloat16
@@ -389,7 +389,7 @@ def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
     assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
 
 
-def test_passes_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
+def test_forward_and_backward_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
     assert found(two[0] / "served") == [True, True]
     torch_rank0.served(tmp_path, model=model, options={})
     np.testing.assert_allclose(
@@ -405,7 +405,7 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
-@pytest.mark.slow  # needs two more processes; JAX's test_ranks covers the role and the channel, which are shared
+@pytest.mark.slow  # JAX's test_ranks tests the shared code for ranks faster
 @pytest.mark.timeout(600)
 def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
@@ -422,7 +422,7 @@ def test_torch_rank_0_error_names_a_hanging_rank(model, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
 def test_sharded_experts_with_given_routing_match_one_process(one, two, part):
-    """In the case `mixture_parallel`, each process keeps some experts, and tokens are sent to their experts."""
+    """With the parameter `mixture_parallel`, each process keeps some experts, and tokens are sent to their experts."""
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
@@ -495,7 +495,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_concurrent_reads_see_the_last_step(model, tmp_path):
+def test_twenty_concurrent_reads_see_the_weights_of_the_last_step(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 

@@ -1,4 +1,4 @@
-"""One process of 64, with torch's `fake` group for the others: shapes, plans, and no waiting.
+"""Tests of one process of 64; torch's `fake` process group stands in for the other processes, and never waits.
 
 The fake group moves no data, so values are meaningless; `test_mesh.py` compares values of real processes.
 """

@@ -53,7 +53,7 @@ def gradients(trainer: TorchTrainer) -> dict[str, Any]:
 
 
 def test_replaying_the_trainers_own_routing_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
-    """A segment's last token, whose output is not read, may use other experts, so matmuls have other sizes."""
+    """A segment's last token, whose output is not used, may have other experts, so expert matmuls differ in size."""
     batch, found = micro_batch(), []
     for checkpointing in (False, True):  # checkpointing recomputes layers in backward
         trainer = started(model_path("qwen3_moe"), gradient_checkpointing=checkpointing)
@@ -81,7 +81,7 @@ def test_given_routing_is_used_regardless_of_packing(model_path: Any, micro_batc
         np.testing.assert_allclose(trainer.forward([alone])[0], obeyed[its], atol=2e-5)
     first = np.flatnonzero(batch.position_ids == 0)
     column = column.copy()
-    column[first] = 3 - column[first]  # rows of segment starts are meaningless
+    column[first] = 3 - column[first]  # the rows of segments' first tokens have no meaning
     np.testing.assert_array_equal(trainer.forward([replace(batch, routed_experts=column)])[0], obeyed)
 
 
@@ -128,7 +128,7 @@ def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
-def test_routed_experts_survive_encoding_for_other_ranks(micro_batch: Any) -> None:
+def test_routed_experts_are_unchanged_by_encoding_for_other_ranks(micro_batch: Any) -> None:
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

@@ -1,4 +1,4 @@
-"""Rows written by one number of processes and read by another."""
+"""Tests of rows of a trainer state that are written by one number of processes and read by another number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of, wri
 from trainer_contract.errors import StateError
 
 KINDS = (VALUE, "exp_avg")
-#: Shapes with fewer rows than there are processes, with as many, and with more, and a vector.
+#: Shapes with fewer rows than there are processes, as many rows, and more rows; `d` is a vector.
 SHAPES = {"a": (3, 5), "b": (64, 2), "c": (129, 3), "d": (48,)}
 
 

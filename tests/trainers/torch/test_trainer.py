@@ -132,10 +132,10 @@ def test_equal_trainer_calls_give_bit_identical_results(model_path, micro_batch)
 
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("precision", Precision)
-def test_trainer_passes_use_the_rounded_weights_that_engines_serve(
+def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
     model_path, micro_batch, tmp_path, precision, rounding
 ):
-    """The masters of a bf16 model are finer than the served weights."""
+    """The fp32 master weights of a bf16 model are finer than the served weights."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path, precision=precision, rounding=rounding), micro_batch()
     before = trainer.forward([batch])[0].tobytes()
@@ -198,7 +198,7 @@ def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path
 
 
 @pytest.mark.parametrize("rounding", Rounding)
-def test_only_dithered_weights_show_updates_below_half_a_spacing(rounding, model_path, tmp_path, micro_batch):
+def test_only_dithered_weights_show_updates_below_half_a_bf16_spacing(rounding, model_path, tmp_path, micro_batch):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16", rounding=rounding)
     before = {name: weights.clone() for name, weights in trainer.gather_weights()}
@@ -342,7 +342,7 @@ def test_state_of_another_head_or_head_width_is_rejected(model_path, micro_batch
 
 
 def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batch):
-    """accelerate keeps one state for all workers; creating one more must not disturb existing workers."""
+    """accelerate keeps one state for all workers; creating a further worker must not disturb existing workers."""
     batch = micro_batch()
     alone = started(model_path("qwen2"))
     expected = alone.forward([batch])[0].tobytes()
@@ -358,13 +358,13 @@ def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batc
 
 
 @pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"compile": True}])
-def test_batch_invariant_kernels_are_refused_where_bits_would_differ(model_path, options):
+def test_batch_invariant_kernels_are_rejected_with_options_under_which_bits_would_differ(model_path, options):
     with pytest.raises(SpecError, match=r"batch_invariant .* leave out options\.mesh, options\.lora and options"):
         started(model_path("llama"), kernels=Kernels.BATCH_INVARIANT, options=options)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_segment_has_the_same_bits_alone_and_packed_with_batch_invariant_kernels(model_path, micro_batch, name):
+def test_segment_gives_the_same_bits_alone_and_packed_with_batch_invariant_kernels(model_path, micro_batch, name):
     trainer, batch = started(model_path(name), kernels=Kernels.BATCH_INVARIANT), micro_batch()
     (packed,) = trainer.forward([batch])
     np.testing.assert_allclose(packed, started(model_path(name)).forward([batch])[0], rtol=0, atol=1e-5)

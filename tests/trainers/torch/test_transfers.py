@@ -1,4 +1,4 @@
-"""Copies between host and device, with fake CUDA tensors: no GPU is needed to see which copies are made."""
+"""Tests of which copies are made between host and device. The CUDA tensors are fake, so no GPU is needed."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ from tests.patience import PATIENCE_S, SOON_S
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
 
-#: For each server, the checks of the conformance kit that must fail, with a word of the error. Comments say why.
+#: For each server, the checks of the conformance kit that fail, with a word of the error and, as comment, the cause.
 SHORT_OF = {
     "sglang_server": {
         # SGLang reports log-probs from before top-k and top-p, so the engine rejects requests with them.
@@ -115,7 +115,7 @@ class Stock:
 
 
 def _written(folder: Path) -> Any:
-    """Save a random decoder with an untied output layer, whose weights can make a token certain."""
+    """Save a random decoder with an untied output layer; its weights can be set so that one token is certain."""
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=64, layers=1, heads=2, intermediate=32, vocab=len(tokenizer), max_positions=CONTEXT)
     model = random_decoder(shape)
@@ -213,7 +213,7 @@ def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock: Stock
 
 
 @pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
-def test_samples_are_not_aborted_by_drain_or_recompute_kv_updates(stock: Stock, on_update: str) -> None:
+def test_weight_update_in_drain_or_recompute_kv_mode_aborts_no_sample(stock: Stock, on_update: str) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         publish(session, weights(layout, 1))
@@ -225,7 +225,7 @@ def test_samples_are_not_aborted_by_drain_or_recompute_kv_updates(stock: Stock, 
 
 
 def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock: Stock) -> None:
-    """The server has already streamed all tokens when it aborts the sample, so its last event has no token."""
+    """The server has already streamed all tokens when it aborts the sample, so its last event contains no token."""
     stops = {
         "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
         "sglang_server": [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})],
@@ -337,7 +337,7 @@ def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
 
 
 async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
-    """If the order set `ignore_eos`, a sample would run to its token limit beyond its stop token."""
+    """If the adapter sent `ignore_eos`, a sample would not end at its stop token but at its token limit."""
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
         request = Request(

@@ -43,10 +43,10 @@ from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision, Kernels
 
 CONTEXT = 256
-#: Attempts of a test with concurrent requests: on a busy machine, one request may be delayed until the other has ended.
+#: How often to try a test with two concurrent requests, which a busy machine may run one after the other.
 TRIES = 5
 PROMPT = [7, 9, 11, 13, 15]
-#: Longer than a block of vLLM's prefix cache. Requests share cached blocks as long as the weights are the same.
+#: Longer than a block of vLLM's prefix cache, so that requests share cached blocks while the weights stay.
 LONG_PROMPT = [5 + place % 41 for place in range(200)]
 
 #: Seconds within which an engine must start: half a minute is usual, and five minutes occurred on a busy machine.
@@ -308,7 +308,7 @@ class TestReal:
             assert any(was_first() for _ in range(TRIES))
 
     def test_vllm_starts_waiting_requests_with_the_lowest_priority_value_first(self, tied: Served) -> None:
-        """Two requests need twice the slots; a third, urgent request is answered while the second still waits."""
+        """Two requests need twice as many slots as there are; an urgent third request ends while the second waits."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -334,7 +334,7 @@ class TestReal:
             for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
 
-    def test_drained_samples_finish_with_the_weights_that_began_them(self, session: Session) -> None:
+    def test_samples_that_an_update_drains_finish_with_the_weights_that_began_them(self, session: Session) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:

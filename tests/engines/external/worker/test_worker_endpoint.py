@@ -148,7 +148,7 @@ def test_receive_times_out_if_rank_0_is_silent_and_fails_immediately_if_rank_0_l
 
 
 def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
-    """If it ended earlier, two updates could write to the same staging memory."""
+    """If the receive ended earlier, two updates could write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)
@@ -191,7 +191,7 @@ def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
-def test_joining_a_group_that_does_not_form_times_out(setting: Setting) -> None:
+def test_joining_a_process_group_that_no_other_rank_joins_times_out(setting: Setting) -> None:
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))

@@ -1,4 +1,4 @@
-"""LoRA in the torch trainer: the kit, a plain loop with peft, weights for engines, shared memory, resuming."""
+"""Tests of LoRA in the torch trainer: conformance, equality with peft, merged weights, shared memory, resuming."""
 
 import gc
 import json
@@ -141,7 +141,7 @@ def test_lora_state_contains_only_adapters_and_their_moments(model_path, micro_b
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model_path("qwen2")))
 
 
-def test_bf16_base_gives_bit_identical_results_in_half_the_memory(model_path, micro_batch, tmp_path):
+def test_bf16_base_model_gives_the_same_bits_as_an_fp32_base_in_half_the_memory(model_path, micro_batch, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path("gpt2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bf16")
     model.float().save_pretrained(tmp_path / "fp32")
@@ -218,7 +218,7 @@ def test_fp32_output_layer_is_rejected_as_a_lora_target(model_path):
         started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
 
 
-def test_lora_rejects_states_of_other_adapters_bases_and_whole_models(model_path, micro_batch, tmp_path):
+def test_lora_trainer_rejects_states_of_other_adapters_or_bases_and_of_whole_models(model_path, micro_batch, tmp_path):
     path, batch = model_path("qwen2"), micro_batch()
     trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
     state = saved(trainer, tmp_path / "lora")

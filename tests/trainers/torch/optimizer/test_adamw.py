@@ -37,7 +37,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: range) -> list[Tensor]:
-    """Return the parameters after each of these steps; the last parameter never has a gradient."""
+    """Take the steps; return the parameters after each step. The last parameter never has a gradient."""
     found = []
     for step in steps:
         draw = torch.Generator().manual_seed(step)

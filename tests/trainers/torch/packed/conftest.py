@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-#: Answers to two prompts of 6 and 9 tokens, one answer to a third prompt, and one rollout without sampled tokens.
+#: Rollout lengths: answers to two prompts of 6 and 9 tokens, an answer to a third prompt, and a prompt alone.
 LENGTHS = (12, 30, 9, 10, 12, 7, 40, 5, 16)
 PROMPTS = (6, 6, 6, 9, 6, 6, 9, 5, 4)
 
 
 @pytest.fixture
 def shared(micro_batch):
-    """Make prompts of equal length equal, and all tokens after them sampled."""
+    """Return a micro-batch in which prompts of equal length are equal, and all tokens after a prompt are sampled."""
     batch = micro_batch(LENGTHS)
     tokens, mask = batch.token_ids.copy(), np.zeros(batch.num_tokens, dtype=bool)
     for segment, prompt in enumerate(PROMPTS):
@@ -24,7 +24,7 @@ def shared(micro_batch):
 
 @pytest.fixture
 def branching(micro_batch):
-    """Make a shared system prompt, two prompts after it, and answers that diverge at different tokens or never."""
+    """Return rollouts with a shared system prompt, two prompts after it, and answers that diverge at various tokens."""
     common, prompts = [3, 4, 5, 6], ([7, 8, 9], [7, 8, 10, 11])
     answers = ([20, 21, 22], [20, 21, 23, 24], [20, 21, 22], [25], [20, 21])
     texts = [(common + prompt, answer) for prompt in prompts for answer in answers]

@@ -1,4 +1,4 @@
-"""Choice of a trainer's attention: the rule without a GPU, the trial of faulty kernels, and rejections."""
+"""Tests of how a trainer chooses its attention: the rule (without a GPU), the trial of kernels, and rejections."""
 
 import logging
 from dataclasses import replace

@@ -99,7 +99,7 @@ def test_step_with_shared_prefixes_matches_padded_rows(name, model_path, shared)
 
 @pytest.mark.parametrize("hot", [1.0, 0.7])
 def test_step_over_a_prefix_tree_matches_padded_rows(hot, model_path, branching):
-    """Includes equal answers sampled at different temperatures, whose log-probs differ."""
+    """The batch has equal answers sampled at different temperatures, whose log-probs differ."""
     temperatures = np.where(branching.segment_ids == 2, np.float32(hot), np.float32(1.0))
     is_the_padded_one(model_path("qwen3"), replace(branching, temperatures=temperatures))
 

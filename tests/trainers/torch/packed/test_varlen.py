@@ -41,7 +41,7 @@ def starts(lengths):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
-    """A segment with fewer queries than keys has those of its last tokens; only these are compared with torch."""
+    """If a segment has fewer queries than keys, these are the queries of its last tokens; only they are compared."""
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
@@ -137,8 +137,8 @@ def loaded(path, **fields):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
-def test_varlen_step_with_checkpointing_matches_buckets(name, model_path, shared):
-    """Mistral's layers have windows of 5 tokens."""
+def test_varlen_step_with_checkpointing_matches_bucket_attention(name, model_path, shared):
+    """The layers of this Mistral model have attention windows of 5 tokens."""
     models = [loaded(model_path(name), gradient_checkpointing=each) for each in (False, True)]
     wanted, got = (
         step(model, PassSetting(CPU, plan_of), shared)
@@ -148,7 +148,7 @@ def test_varlen_step_with_checkpointing_matches_buckets(name, model_path, shared
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(1, float(theirs.abs().max())))
 
 
-def test_two_processes_that_share_a_micro_batch_match_one(model_path, shared):
+def test_two_processes_that_share_a_micro_batch_match_one_process(model_path, shared):
     """The processes are threads with gloo between them; each gradient is summed over both."""
     model, store = loaded(model_path("qwen3")), dist.HashStore()
 
@@ -200,7 +200,7 @@ def test_layers_are_compiled_once_for_plans_of_different_structure(model_path, m
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
-def test_torch_varlen_kernel_matches_buckets_on_a_gpu(shape):
+def test_torch_varlen_kernel_matches_bucket_attention_on_a_gpu(shape):
     """Results in bf16 match within 5e-2 of the largest value; the trial has windows, shared prefixes and gradients."""
     heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
     assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

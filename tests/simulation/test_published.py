@@ -10,7 +10,7 @@ from pipelinerl.simulation.setting import FixedLengths
 
 
 def test_simulated_decode_step_of_a_small_batch_takes_the_time_to_read_the_weights_and_each_rows_cache() -> None:
-    """At 0.6 · 3.35 TB/s, 7.61e9 bf16 parameters are read in 7.57 ms, and a token's 57,344 bytes of cache in 28.5 ns."""
+    """At 0.6 · 3.35 TB/s, 7.61e9 bf16 parameters are read in 7.57 ms, a token's 57,344 bytes of KV cache in 28.5 ns."""
     engine = published_hardware("h100:7b").times(engine_devices=1, trainer_devices=1, rows=64, context=1000).engine
     assert engine.step_s == pytest.approx(7.572e-3, rel=1e-3)
     assert engine.row_s == pytest.approx(28.53e-6, rel=1e-3)

@@ -41,7 +41,7 @@ def mutant(original: Path, into: Path, seed: int) -> str:
 
 
 def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return the JSON file with one value replaced or one known configuration key set, and a description of the change."""
+    """Return the JSON file with one value replaced or one known configuration key set, and describe the change."""
     table = json.loads(before)
     places = [(table, word) for word in _WORDS] if "model_type" in table and draw.random() < 0.5 else []
     holder, key = draw.choice(places or list(_places(table)))

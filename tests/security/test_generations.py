@@ -1,4 +1,4 @@
-"""Epochs, group generations and weight versions only increase, and a wrong number never locks the trainer out for good."""
+"""Epochs, group generations and weight versions only increase; a wrong number never locks the trainer out for good."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
 
 
 def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
-    """Return a rollout of random tokens; every turn has the version spans `spans`, with environment tokens between turns."""
+    """Return a rollout of random tokens; every turn has these version spans, with environment tokens between turns."""
     draw = rng.generator(seed, "passes")
     number = sum(count for _, count in spans)
     parts = [

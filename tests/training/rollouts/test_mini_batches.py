@@ -1,4 +1,4 @@
-"""In each epoch, every group is in one mini-batch; the seed decides in which; mini-batches have similar token counts."""
+"""In each epoch, every group is in one mini-batch, which the seed decides; mini-batches have similar token counts."""
 
 from __future__ import annotations
 

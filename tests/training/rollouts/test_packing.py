@@ -83,8 +83,8 @@ def test_every_trainer_rank_gets_a_micro_batch_if_there_are_enough_rollouts(
 
 
 def test_packing_balances_the_work_of_trainer_ranks_in_total_and_per_micro_batch() -> None:
-    """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other after
-    every micro-batch.
+    """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other
+    after every micro-batch.
     """
     lock_step = []
     for seed in range(20):

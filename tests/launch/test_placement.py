@@ -100,7 +100,7 @@ def test_golden_files_of_gpu_placements_and_recipes_have_the_same_names() -> Non
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", RECIPES)
 def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
-    """A process without a memory share has its devices to itself; the shares of processes on a device sum to at most 1."""
+    """A process without a memory share has its devices to itself; the shares on a device sum to at most 1."""
     try:
         placement = place(config_of(RECIPES[name]), gpus(count))
     except RecipeError:

@@ -319,7 +319,7 @@ def test_child_processes_of_a_supervised_process_end_with_it(tmp_path: Path) -> 
 
 
 def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    """After `kill -9` of the supervisor, the kernel kills its children, and a reaper process kills the grandchildren."""
+    """After `kill -9` of the supervisor, the kernel kills its children, a reaper process kills the grandchildren."""
     code = (
         "import subprocess, sys, os, time\n"
         f"child = subprocess.Popen([sys.executable, '-S', '-E', '-c', {SLEEP!r}])\n"

@@ -123,7 +123,7 @@ def test_batch_scale_whitens_advantages_over_all_tokens_of_the_batch():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_unjudged_rollout_does_not_affect_other_advantages(rule):
+def test_rollout_that_could_not_be_judged_does_not_affect_the_advantages_of_other_rollouts(rule):
     valid = np.array([True, True, False, True, True, True])
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
@@ -141,7 +141,7 @@ def test_unjudged_rollout_does_not_affect_other_advantages(rule):
     np.testing.assert_allclose(got[judged], without, atol=1e-12)
 
 
-def test_equal_rewards_and_single_rollouts_have_zero_advantage():
+def test_advantages_are_zero_in_a_group_with_equal_rewards_or_with_a_single_rollout():
     equal = advantages(np.full(6, 0.3))
     np.testing.assert_allclose(equal, 0.0, atol=1e-9)
     alone = np.array([True, False, False, False, False, False])
@@ -150,7 +150,7 @@ def test_equal_rewards_and_single_rollouts_have_zero_advantage():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantage_rules_accept_empty_and_unjudged_batches(kind):
+def test_advantage_rules_accept_a_batch_without_rollouts_and_one_whose_rollouts_could_not_be_judged(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
     empty = computed(
         rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
@@ -163,7 +163,7 @@ def test_advantage_rules_accept_empty_and_unjudged_batches(kind):
 
 
 @pytest.mark.parametrize(("metric", "kept"), [(Metric.SHORTEST, [1, 2, 4, 5]), (Metric.TOKEN_EFFICIENCY, [0, 3, 4, 5])])
-def test_group_filter_gives_advantages_only_to_the_best_rollouts_of_each_group(metric, kept):
+def test_group_filter_gives_advantages_only_to_the_best_rollouts_of_each_group_by_the_filters_metric(metric, kept):
     rewards = np.array([1.0, 0.0, 0.5, 1.0, 5.0, 1.0]) if metric is Metric.SHORTEST else np.array([2.0, 0, 0, 1, 5, 1])
     rule = GroupFiltered(keep=2, metric=metric, epsilon=0.0)
     got = per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
@@ -296,7 +296,7 @@ MUTANTS = {
 }
 
 
-def test_turn_credit_matches_hand_computed_numbers():
+def test_advantages_with_turn_credit_match_hand_computed_numbers():
     """In group 0, the three rollouts' rewards to go are 0.75, 1 and 1.25 from turn 0 on, with mean 1, and 0.25, 1 and
     1.25 from turn 1 on, with mean 5/6. Only one rollout has a turn 2.
     """
@@ -327,13 +327,13 @@ def test_turn_baseline_is_the_mean_over_the_same_turn_of_each_rollout_and_not_ov
 
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", Scale)
-def test_turn_credit_equals_episode_credit_if_every_rollout_has_one_turn(baseline, scale):
+def test_advantages_with_turn_credit_and_episode_credit_are_equal_if_every_rollout_has_one_turn(baseline, scale):
     single = [[(int(length), float(reward))] for length, reward in zip(LENGTHS, REWARDS, strict=True)]
     got = by_turns(REWARDS, VALID, single, GROUPS, baseline=baseline, scale=scale)
     np.testing.assert_allclose(got, advantages(baseline=baseline, scale=scale), atol=1e-12)
 
 
-def test_turn_credit_does_not_compare_turns_of_different_agents():
+def test_advantages_with_turn_credit_compare_a_turn_only_with_turns_of_the_same_agent():
     episodes = [[(1, 0.0, "main"), (1, 5.0, "critic")], [(1, 0.0, "main"), (1, 1.0, "main")]]
     got = by_turns(np.array([5.0, 1.0]), None, episodes, np.zeros(2, int), scale=Scale.NONE)
     np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
@@ -391,7 +391,7 @@ def test_gae_with_turn_credit_equals_a_loop_over_the_definition():
 
 
 def test_group_filter_with_turn_credit_computes_baselines_from_the_kept_rollouts_only():
-    kept = np.array([False, True, True, True, True])  # the first rollout of group 0 is its longest
+    kept = np.array([False, True, True, True, True])  # the filter removes the longest rollout of group 0, its first
     got = credited(GroupFiltered(keep=2, credit=Credit.TURNS))
     np.testing.assert_allclose(got, credited(GroupRelative(credit=Credit.TURNS), valid=kept))
     assert (got[:6] == 0).all() and np.abs(got).max() > 0.5
@@ -413,7 +413,9 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the rest
+        rewards.append(
+            sum(turn.reward for turn in turns) + float(draw.normal())
+        )  # the difference is credited to the last turn
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(
@@ -437,7 +439,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_mean_of_the_covariance_terms_of_the_judged_tokens_equals_their_covariance() -> None:
+def test_mean_of_the_covariance_terms_equals_the_covariance_over_tokens_that_could_be_judged() -> None:
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
     found = covariances(advantages, logprobs, judged)

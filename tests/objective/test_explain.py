@@ -45,7 +45,7 @@ def test_explain_reports_truncated_importance_weights_at_their_cap() -> None:
     assert (third.is_weight, third.truncated) == (2.0, True), "π_old/μ = e > 2"
 
 
-def test_explain_reports_factors_of_0_for_an_unjudged_rollout() -> None:
+def test_explain_reports_factors_of_0_for_a_rollout_that_could_not_be_judged() -> None:
     *judged, last = factors(resolve("grpo"), [GOOD, BAD, replace(BAD, judged=False, reward=9.0)])
     assert (last.agg, last.adv, last.multiplier) == (0.0, 0.0, 0.0)
     assert judged == factors(resolve("grpo"), [GOOD, BAD])

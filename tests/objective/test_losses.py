@@ -89,7 +89,7 @@ def test_loss_of_a_list_of_rollouts_equals_the_loss_of_the_same_rollouts_as_arra
     np.testing.assert_array_equal(by_rollouts.gradient, by_arrays.gradient)
 
 
-def test_unjudged_rollout_has_zero_policy_loss_gradient() -> None:
+def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     rewards = [*REWARDS[:3], float("nan")]

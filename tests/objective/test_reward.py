@@ -43,7 +43,7 @@ def test_rewards_are_clipped_before_scaling():
     np.testing.assert_allclose(shaped(low=0.5, high=2.0, scale=10.0), [10, 5, 5, 10, 20, 10])
 
 
-def test_unjudged_rollouts_are_excluded_from_reward_shaping():
+def test_rollouts_that_could_not_be_judged_are_excluded_from_reward_shaping():
     valid = np.array([True, True, False, True, True, True])
     poisoned = np.where(valid, REWARDS, np.nan)
     for over in (NormalizationScope.GROUP, NormalizationScope.BATCH):

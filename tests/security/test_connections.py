@@ -147,7 +147,7 @@ def test_connections_over_the_limit_are_rejected_and_open_connections_keep_worki
     answers(engine)
 
 
-def test_connection_limit_is_half_of_the_processs_limit_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_is_half_of_the_file_descriptor_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
     assert connection.max_connections() == 128
 

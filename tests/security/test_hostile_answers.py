@@ -46,7 +46,7 @@ async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]
 
 
 def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Assert that a failure has reward 0, that no answer counts as correct, and that every verdict can be encoded."""
+    """Assert that verifier failures have the placeholder reward 0, that no answer is correct, and all can be encoded."""
     for verdict, _ in found:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT
@@ -70,7 +70,7 @@ async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(co
         Outcome.TIMEOUT,
         Outcome.WRONG,
         Outcome.VERIFIER_ERROR,
-    }  # which of them depends on how much processor time the expression got
+    }  # the outcome depends on how much processor time the endless expression got
     ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
     assert not [reason for reason in ours if "did not start" in reason]
 

@@ -223,7 +223,7 @@ async def _on_a_small_disk(place: Path) -> None:
             await streams.append("s", [b"1"], first_id=1)
             small_disk.fill(place)
             refused = ""
-            for number in range(2, 99):  # not once: the last page of the file has some space left
+            for number in range(2, 99):  # several appends, since the file's last page has some space left
                 try:
                     await impatient.append("s", [bytes(20_000)], first_id=number)
                 except PipelineError as error:

@@ -216,7 +216,7 @@ async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special
     assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
 
 
-async def test_read_waits_no_longer_than_block_s(streams: Stream) -> None:
+async def test_reading_and_claiming_stream_entries_wait_no_longer_than_the_timeout_block_s(streams: Stream) -> None:
     started = time.monotonic()
     assert await streams.read({"s": START}, count=1, block_s=0.15) == []
     assert await claim_waiting(streams, 0.15) == []

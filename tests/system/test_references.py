@@ -53,7 +53,7 @@ def test_folder_of_user_code_is_first_in_sys_path_during_its_import_and_last_aft
     assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
 
 
-def test_user_code_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
+def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("x = 1 +\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):

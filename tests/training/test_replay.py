@@ -135,7 +135,7 @@ def various(index: int) -> RolloutGroup:
     return replace(group(index, (), version=0), rollouts=tuple(rollouts))
 
 
-def test_replayed_steps_of_several_updates_are_bit_identical_even_if_replay_starts_from_saved_state(
+def test_replayed_steps_with_several_optimizer_steps_are_bit_identical_even_after_loading_a_saved_state(
     model: Path, tmp_path: Path
 ) -> None:
     mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")

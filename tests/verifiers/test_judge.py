@@ -129,7 +129,7 @@ async def test_call_to_an_overloaded_judge_is_retried() -> None:
     ("failures", "timeout_s", "words"),
     [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
-async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_the_judge_is_called_for_the_next_answer(
+async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_once_the_judge_works_again(
     failures: tuple[int, ...], timeout_s: float, words: str
 ) -> None:
     fake = OpenAIFake(scripted_judge(), failures=failures)

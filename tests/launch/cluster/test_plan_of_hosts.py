@@ -77,7 +77,7 @@ def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> N
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_launch_plan_contains_the_files_of_secrets_but_no_secret() -> None:
+def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret() -> None:
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})

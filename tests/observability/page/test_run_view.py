@@ -52,7 +52,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_request_for_event_marks_after_a_number_returns_the_later_marks_that_are_still_kept() -> None:
+def test_client_that_has_read_n_event_marks_gets_the_later_marks_that_are_still_kept() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})

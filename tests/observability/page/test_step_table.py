@@ -65,7 +65,7 @@ def test_request_for_rows_since_a_position_returns_all_later_rows_of_the_step_ta
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_plain_columns_rounds_each_column_as_plain_rounds_a_single_column() -> None:
+def test_rounding_all_columns_at_once_gives_the_same_values_as_rounding_each_column() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}

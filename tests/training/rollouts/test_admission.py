@@ -77,7 +77,7 @@ def test_version_abandoned_at_one_trainer_restart_stays_abandoned_after_later_re
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
 
 
-def test_group_has_a_learning_signal_only_if_two_judged_rollouts_have_different_rewards() -> None:
+def test_group_has_a_learning_signal_only_if_two_rollouts_that_could_be_judged_have_different_rewards() -> None:
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))
     judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)

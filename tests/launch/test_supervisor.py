@@ -594,7 +594,7 @@ def test_engines_added_during_a_run_get_free_gpus_and_release_them_when_they_end
         "2",
         "3",
     ]
-    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # frees engine-1's GPU immediately: it never started
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # frees its GPU immediately: engine-1 never started
     staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
     assert seen_by(supervisor, "engine-3") == "1"
     assert given_up == []

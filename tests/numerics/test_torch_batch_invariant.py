@@ -18,7 +18,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def conversation(length: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query [1, HEADS, T, WIDTH], key and value of one sequence; the start does not depend on `length`."""
+    """Return query [1, HEADS, T, WIDTH], key and value; a longer sequence of the same seed begins with the shorter."""
     whole = [drawn(1, 300, heads, WIDTH, dtype=dtype, seed=seed + n) for n, heads in enumerate((HEADS, 2, 2))]
     return tuple(each[:, :length].transpose(1, 2) for each in whole)
 

@@ -413,9 +413,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(
-            sum(turn.reward for turn in turns) + float(draw.normal())
-        )  # the difference is credited to the last turn
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the difference
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(

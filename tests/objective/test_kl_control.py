@@ -52,7 +52,7 @@ def test_kl_coefficient_given_as_a_column_has_the_same_effect_as_a_constant(esti
     assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1)).objective)
 
 
-def test_kl_coefficient_of_the_rewards_is_not_passed_as_a_column():
+def test_coefficient_of_the_kl_cost_in_rewards_is_not_passed_to_the_loss_as_a_column():
     costed = resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     compiled, coefficient = as_column(costed)
     assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7)).objective

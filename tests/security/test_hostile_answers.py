@@ -46,7 +46,7 @@ async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]
 
 
 def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Assert that verifier failures have the placeholder reward 0, that no answer is correct, and all can be encoded."""
+    """Assert that failed verdicts have the placeholder reward 0, that no answer is correct, and all can be encoded."""
     for verdict, _ in found:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT

@@ -309,7 +309,7 @@ def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record() -> Non
 
 @pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
 def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float) -> None:
-    """For 16 rollouts and a prompt of 12 tokens. A token's id and log-prob alone take 8 bytes."""
+    """The group has 16 rollouts and a prompt of 12 tokens. A token's id and log-prob alone take 8 bytes."""
     prompt = np.arange(12, dtype=np.int32)
     rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
     assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most

@@ -19,7 +19,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 class Peer:
     """A server that answers the n-th request with the n-th of `answers`.
 
-    If that is None, it closes the connection; if it is empty, it never answers.
+    If the answer is None, the server closes the connection; if the answer is empty, the server never answers.
     """
 
     def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How parallel test processes collect tests: each starts at a different folder, and all end with the same order.
+"""Pytest hooks with which parallel test processes collect tests from different folders on, but run them in one order.
 
 pytest rewrites the assertions of a file and caches the result for other processes. If all processes collected in the
 same order, each would rewrite every file itself, which takes half of the collection time.
@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parent
-#: Folders whose tests take minutes. They run first, and short tests fill the gaps. The longest file is the very first,
-#: because one process runs all tests of a file.
+#: Folders whose tests take minutes. They run first, so that short tests keep all processes busy at the end. The longest
+#: file is the very first, because one process runs all tests of a file.
 _LONG = (
     "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
     "tests/examples/", "tests/trainers/", "tests/engines/",
@@ -33,7 +33,7 @@ _WAITING = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Freeze imported objects, so that the garbage collector never scans them."""
+    """After collection, exclude all imported objects from garbage collection, which makes later collections faster."""
     gc.disable()
     try:
         return (yield)
@@ -46,7 +46,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let each process begin to collect tests/ at a different folder."""
+    """Change the order of the folders in tests/, so that each process begins to collect at a different folder."""
     report = yield
     if collector.path == _TESTS and report.result:
         report.result[:] = _begun_elsewhere(report.result)
@@ -54,7 +54,7 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """Rotate `children` so that each process starts at another file, with equal sizes of source between the starts."""
+    """Rotate `children`, so that each process starts at another one, with equal sizes of source between the starts."""
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))
@@ -65,7 +65,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
 
 
-@pytest.hookimpl(trylast=True)  # run after other plugins have deselected tests
+@pytest.hookimpl(trylast=True)  # this hook runs after other plugins have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort test files so that parallel processes finish early; the result does not depend on the order of collection.
 

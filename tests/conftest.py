@@ -39,7 +39,7 @@ _JAX_CACHE = {
 # Without a GPU, triton interprets its kernels. Triton reads this variable when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if which("nvidia-smi") else "1")
 
-# A shell's background job ignores Ctrl-C, and so do its child processes; but tests send Ctrl-C.
+# A background job of a shell ignores Ctrl-C (SIGINT), and so do its child processes; but some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -66,7 +66,7 @@ def closed_sessions() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Restore Python's signal handlers after a role ran in the test's process."""
+    """Restore Python's signal handlers, which a test changes if it runs one of the run's processes within its own."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -84,7 +84,7 @@ def outward() -> str:
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """Restore logging after a role ran in the test's process."""
+    """Restore logging, which a test changes if it runs one of the run's processes within its own process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

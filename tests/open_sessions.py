@@ -15,7 +15,7 @@ import aiohttp
 _FRAMES: Final = 6
 
 _open: list[tuple[aiohttp.ClientSession, str]] = []
-_found: list[aiohttp.ClientSession] = []  # kept alive, so that no session is collected and reported a second time
+_found: list[aiohttp.ClientSession] = []  # keeps reported sessions from being garbage-collected
 _open_session = aiohttp.ClientSession.__init__
 
 
@@ -29,7 +29,7 @@ aiohttp.ClientSession.__init__ = _noting  # type: ignore[method-assign]
 
 
 def left_open() -> list[str]:
-    """Return where each session was opened that is still open after its event loop has ended.
+    """Return, for each session that is still open after its event loop has ended, where in the code it was opened.
 
     Sessions on a running event loop, for example in a server's thread, may still be closed; the next call checks them
     again.

@@ -6,6 +6,6 @@ from typing import Final
 
 PATIENCE_S: Final = 240.0
 
-#: Time limit in seconds, even on a busy machine, for an event that should come immediately. With the fault that the
-#: test looks for, the event would come only after `PATIENCE_S`, which the test sets as the timeout of the code.
+#: Time limit in seconds for an event that should come immediately, generous enough for a busy machine. If the code had
+#: the fault that the test looks for, the event would come only after `PATIENCE_S`, which the test sets as a timeout.
 SOON_S: Final = 30.0

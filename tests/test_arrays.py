@@ -1,4 +1,4 @@
-"""`arrays`: one set of functions for numpy, torch and jax that imports none of the heavy libraries."""
+"""The module `arrays` has functions that work on numpy, torch and JAX arrays, without importing heavy libraries."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_segment_sum_adds_the_values_of_each_segment(make):
     assert sums.tolist() == [3.0, 0.0, 12.0, 0.0]
 
 
-def test_array_namespace_is_found_for_each_library_and_for_subclasses():
+def test_array_library_is_recognised_from_an_array_or_an_instance_of_a_subclass():
     assert namespace(np.float32(1.0)) is np
     assert namespace(torch.nn.Parameter(torch.zeros(1))) is torch
     with pytest.raises(TypeError, match=r"expected an array of numpy, torch or jax, got builtins\.list"):
@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_on_host_returns_values_outside_and_none_inside_a_jax_compilation():
+def test_on_host_returns_an_arrays_values_but_none_while_jax_compiles():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")

@@ -31,7 +31,7 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 class Done(NamedTuple):
-    """The result of a command: its exit status and its output."""
+    """The result of a command: its exit status, and its output on stdout and stderr."""
 
     status: int
     out: str
@@ -45,10 +45,10 @@ Command = Callable[..., Done]
 def pipelinerl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Command]:
-    """Run `pipelinerl …` in an empty directory."""
+    """Return a function that runs the command line `pipelinerl …` in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise a role would create a token
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise commands such as `actor` would create a token
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
@@ -113,7 +113,9 @@ def test_user_error_exits_with_status_2_and_one_sentence_on_stderr(
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
 
 
-def test_invalid_data_file_is_rejected_before_anything_starts(pipelinerl: Command, tmp_path: Path) -> None:
+def test_run_with_an_invalid_data_file_is_rejected_before_any_process_starts(
+    pipelinerl: Command, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -125,7 +127,9 @@ def test_invalid_data_file_is_rejected_before_anything_starts(pipelinerl: Comman
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
 
 
-def test_resume_rejects_an_invalid_data_file_by_name(pipelinerl: Command, tmp_path: Path) -> None:
+def test_resuming_a_run_with_an_invalid_data_file_is_rejected_with_the_files_name(
+    pipelinerl: Command, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -141,7 +145,7 @@ def test_resume_rejects_an_invalid_data_file_by_name(pipelinerl: Command, tmp_pa
 def test_operating_system_error_is_reported_in_one_sentence(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Covers a full disk, a path that is too long and a removed working directory."""
+    """The errors are a full disk, a path that is too long and a removed working directory."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         patched.setattr(sys, "argv", ["pipelinerl", "explain"])
@@ -159,7 +163,7 @@ def test_operating_system_error_is_reported_in_one_sentence(
     assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory no longer exists" in done.err
 
 
-def test_output_is_escaped_on_a_terminal_that_cannot_encode_greek(
+def test_output_is_escaped_on_a_terminal_that_cannot_encode_its_characters(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("w", encoding="latin-1") as narrow:
@@ -171,15 +175,15 @@ def test_output_is_escaped_on_a_terminal_that_cannot_encode_greek(
 @pytest.mark.parametrize(
     "arguments", ["", "zzz", "run tiny --zzz", "knobs", "knobs set x", "status", "engine --port x"]
 )
-def test_usage_errors_have_exit_status_2(pipelinerl: Command, arguments: str) -> None:
+def test_wrong_use_of_a_command_gives_exit_status_2_and_shows_the_usage(pipelinerl: Command, arguments: str) -> None:
     done = pipelinerl(*arguments.split())
     assert done.status == 2 and "Usage: pipelinerl" in done.out + done.err
     assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("role", ["controller", "engine"])
-def test_role_reports_which_port_is_already_taken(pipelinerl: Command, role: str) -> None:
-    """The exit status is 1, so that the supervisor retries: the port may become free."""
+def test_controller_or_engine_command_reports_which_port_is_already_taken(pipelinerl: Command, role: str) -> None:
+    """The exit status is 1, so that the supervisor starts the process again, because the port may become free."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl(role, "--port", port, "--run-dir", "here")
@@ -205,7 +209,7 @@ def test_engine_with_damaged_weights_exits_with_the_reason(pipelinerl: Command, 
     assert "is no safetensors file: " in sentence and "Traceback" not in done.err
 
 
-def test_ctrl_c_during_import_ends_without_a_traceback() -> None:
+def test_ctrl_c_during_the_imports_of_the_command_line_ends_it_without_a_traceback() -> None:
     code = (
         "import os, signal, sys\n"
         "class Interrupting:\n"
@@ -219,11 +223,13 @@ def test_ctrl_c_during_import_ends_without_a_traceback() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_knobs_are_printed_as_assignments() -> None:
+def test_knobs_are_printed_in_the_form_name_equals_value() -> None:
     assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
-def test_knobs_set_accepts_only_assignments(pipelinerl: Command, tmp_path: Path) -> None:
+def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(
+    pipelinerl: Command, tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": "x"}))
     for wrong in ("k", "=3", " =3"):
@@ -242,18 +248,18 @@ def test_report_can_be_written_for_a_run_that_has_just_started(pipelinerl: Comma
     assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
 
 
-def test_cli_module_can_be_run_with_python_m() -> None:
-    """The launcher starts `python -m pipelinerl.cli`."""
+def test_command_line_can_be_run_as_python_m_pipelinerl_cli() -> None:
+    """The launcher starts processes in this way."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
 
 
-def test_role_takes_stream_address_from_argument_then_environment_then_recipe(
+def test_process_takes_its_redis_url_from_the_argument_or_the_environment_or_the_recipe_in_this_order(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address can hold a password, and every user of the machine can read a command line."""
+    """The environment is read because the address may contain a password, and every user can read command lines."""
     found: list[str] = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
@@ -266,7 +272,7 @@ def test_role_takes_stream_address_from_argument_then_environment_then_recipe(
     assert found == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
-def test_role_help_describes_computed_defaults() -> None:
+def test_help_of_the_trainer_command_describes_defaults_that_are_computed() -> None:
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
     told = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}

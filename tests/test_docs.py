@@ -42,16 +42,16 @@ def test_links_in_the_documentation_resolve(page: Path) -> None:
             assert anchor in _anchors(path.read_text()), f"{target}: no such heading"
 
 
-def test_site_navigation_lists_every_page() -> None:
+def test_navigation_of_the_documentation_site_lists_every_page() -> None:
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if "docs" in page.parts} | GENERATED.keys()
 
 
-def test_recipe_reference_has_every_section() -> None:
+def test_recipe_reference_page_has_every_section_of_a_recipe() -> None:
     sections = {name for name in RunConfig.model_fields if name not in ("base", "objective")}
     found = set(re.findall(r"^## `\[+(\w+)", GENERATED["reference/recipe.md"], re.MULTILINE))
     assert found == sections, "a section of the recipe is missing from docs/reference_pages.py's output"
 
 
-def test_command_reference_describes_run_and_resume() -> None:
+def test_command_reference_page_describes_the_run_command_and_its_resume_option() -> None:
     assert "## `pipelinerl run`" in GENERATED["reference/cli.md"] and "--resume" in GENERATED["reference/cli.md"]

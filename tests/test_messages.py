@@ -1,6 +1,6 @@
-"""The bytes of every message: a map with the class name under `kind`, then the fields in order.
+"""The bytes to which each control message is encoded: a map with the class name under `kind`, then the fields in order.
 
-A change in this table changes the wire format between the processes of one run, which may run two versions of the code.
+If a message must be changed in this table, the processes of one run must not run different versions of the code.
 """
 
 from __future__ import annotations
@@ -347,7 +347,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
-def test_bytes_of_every_control_message_are_unchanged(message: ControlMessage, fields: dict[str, Any]) -> None:
+def test_every_control_message_is_encoded_to_the_recorded_bytes(
+    message: ControlMessage, fields: dict[str, Any]
+) -> None:
     wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
     assert encode(message) == wire
     decode = decode_directive if isinstance(message, Directive) else decode_report
@@ -371,6 +373,6 @@ def test_every_control_message_class_has_recorded_bytes() -> None:
         encode(WIRE[0][0])[:-1],
     ],
 )
-def test_payload_that_is_not_a_report_is_rejected(payload: bytes) -> None:
+def test_bytes_that_are_no_valid_report_of_the_trainer_or_an_actor_are_rejected(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_report(payload)

@@ -1,5 +1,6 @@
-"""A session that is left open is reported once, with its opener. Closed sessions, and sessions on a running event loop,
-are not reported.
+"""An HTTP session that a test leaves open is reported once, with the code that opened it.
+
+Sessions that are closed or whose event loop still runs are not reported.
 """
 
 from __future__ import annotations

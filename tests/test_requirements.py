@@ -1,4 +1,4 @@
-"""The lock files in `requirements/` satisfy pyproject.toml, are complete, and name hashes but no host."""
+"""The lock files in `requirements/` satisfy pyproject.toml, are complete, and contain hashes but no index address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def locked(*files: str) -> dict[str, str]:
-    """Return the version of each package, by its name, that these lock files pin."""
+    """Return a dict from package name to the version that these lock files pin."""
     pins: dict[str, str] = {}
     for file in files:
         text = (ROOT / "requirements" / f"{file}.txt").read_text()
@@ -26,7 +26,7 @@ def locked(*files: str) -> dict[str, str]:
 
 
 def asked_for(extra: str) -> list[Requirement]:
-    """Return the project's requirements with one extra, including the extras that this extra names."""
+    """Return the project's requirements with one optional extra, including extras that this extra itself requires."""
     found = [Requirement(text) for text in PROJECT["dependencies"]]
     waiting = [extra] if extra else []
     for each in waiting:
@@ -39,14 +39,14 @@ def asked_for(extra: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize(("file", "extra"), [("main", ""), ("dev", "dev"), ("bench", "bench")])
-def test_lock_file_satisfies_pyproject(file: str, extra: str) -> None:
+def test_versions_in_the_lock_file_satisfy_the_requirements_in_pyproject(file: str, extra: str) -> None:
     pins = locked("torch", file)
     for requirement in asked_for(extra):
         version = pins.get(canonicalize_name(requirement.name))
         assert version and requirement.specifier.contains(version, prereleases=True), f"{requirement}: run `make lock`"
 
 
-def test_pyproject_pins_no_exact_version() -> None:
+def test_pyproject_requires_no_exact_version_of_a_package() -> None:
     every = asked_for("") + [each for extra in PROJECT["optional-dependencies"] for each in asked_for(extra)]
     pinned = [each for each in every if re.search(r"==(?!.*\*)", str(each.specifier))]
     assert not pinned, "a neighbour may need another version"
@@ -68,14 +68,14 @@ def test_lock_file_has_hashes_and_names_no_package_index(path: Path) -> None:
 
 
 def test_lock_file_has_every_dependency_of_its_packages() -> None:
-    """pip installs lock files without resolving dependencies, so a missing package would fail only when imported."""
+    """pip installs lock files without resolving dependencies, so that a missing one would only be noticed on import."""
     pins = locked("build", "torch", "torch-cuda", "bench")
     checked = 0
     for name, version in pins.items():
         try:
             installed = distribution(name)
         except PackageNotFoundError:
-            continue  # the requirement is for another environment
+            continue  # not installed, since the lock file it is from is for another environment
         if installed.version.partition("+")[0] != version:
             continue
         for needed in map(Requirement, installed.requires or ()):

@@ -1,4 +1,4 @@
-"""Tests of randomness: golden numbers, an oracle in plain integers, uniformity, independence."""
+"""Random numbers equal recorded values and a slow version with Python integers, and are uniform and independent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MASK = 2**64 - 1
 
 
 def splitmix64(state: int) -> int:
-    """Apply the finaliser of Steele, Lea and Flood (2014) to Python integers."""
+    """Return splitmix64's output function of a state, after Steele, Lea and Flood (2014), with Python integers."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
     return state ^ (state >> 31)
 
 
-def test_random_numbers_equal_the_golden_values() -> None:
-    """Any other number would change the problems and the noise of every recorded run."""
+def test_random_numbers_equal_the_recorded_values() -> None:
+    """If a number changed, the problems and the sampling noise of every recorded run would change."""
     assert rng.key(0) == 4246866556266386882
     assert rng.key(0, "a", 1) == 4403504271606596215
     assert rng.key(1, "mixture", 7) == 1593644139804255192
@@ -34,13 +34,13 @@ def test_sampling_noise_is_splitmix64_of_key_and_position() -> None:
     assert drawn == [(splitmix64((k + gamma * (t + 1)) & MASK) >> 11) / 2**53 for t, k in enumerate(keys)]
 
 
-def test_key_paths_with_the_same_joined_text_have_different_keys() -> None:
+def test_random_keys_differ_for_paths_whose_elements_join_to_the_same_text() -> None:
     paths = [(1,), ("1",), (1, 2), (12,), ("1", "2"), ("12",), (), ("",), ("a", "b"), ("ab",)]
     assert len({rng.key(0, *path) for path in paths}) == len(paths)
     assert all(0 <= rng.key(seed, "x") < 2**63 for seed in range(1000))
 
 
-def test_sampling_noise_of_a_token_is_independent_of_its_batch() -> None:
+def test_sampling_noise_of_a_token_does_not_depend_on_its_batch() -> None:
     keys, positions = rng.sample_keys(7, 64), np.arange(64)
     alone = [float(rng.uniform(keys[i : i + 1], positions[i : i + 1])[0]) for i in range(64)]
     assert rng.uniform(keys, positions).tolist() == alone
@@ -48,7 +48,7 @@ def test_sampling_noise_of_a_token_is_independent_of_its_batch() -> None:
 
 @pytest.mark.parametrize("along", ["samples", "positions", "seeds"])
 def test_sampling_noise_is_uniform_and_uncorrelated(along: str) -> None:
-    """χ² over 64 cells, and the correlation of neighbours, both within 5 standard deviations."""
+    """A χ² test over 64 cells, and the correlation of neighbouring numbers, are within 5 standard deviations."""
     n = 65536
     if along == "samples":
         drawn = rng.uniform(rng.sample_keys(1, n), np.zeros(n, np.int64))

@@ -1,4 +1,4 @@
-"""Tests of the staleness bounds j (engine reload) and k (trainer acceptance) of RLAX §3.1, within and beyond each."""
+"""The staleness bounds j (when engines load new weights) and k (which rollouts the trainer accepts) of RLAX §3.1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 
-def test_engine_reload_is_due_when_its_weights_are_as_many_versions_old_as_the_bound_j() -> None:
+def test_engine_must_load_new_weights_when_its_own_are_as_many_versions_old_as_the_bound_j() -> None:
     bounds = StalenessBounds(3, 9)
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 
@@ -30,10 +30,10 @@ def test_with_on_policy_bounds_prompts_are_issued_for_one_step_at_a_time() -> No
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
-def test_rollouts_issued_within_bounds_are_fresh_at_their_step(
+def test_rollouts_issued_within_the_staleness_bounds_are_not_too_old_at_their_step(
     j: int, slack: int, current: int, age: int, step: int
 ) -> None:
-    """Every rollout that `may_issue` allows is still fresh at the first step that has room for it."""
+    """Every rollout that `may_issue` allows is not too old at the first step that has room for it."""
     bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
     queued = 0
     while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued=queued, per_step=step):
@@ -43,10 +43,10 @@ def test_rollouts_issued_within_bounds_are_fresh_at_their_step(
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_size_issued_within_bounds_are_fresh_at_their_step(
+def test_groups_of_any_size_issued_within_the_staleness_bounds_are_not_too_old_at_their_step(
     slack: int, step: int, sizes: list[int]
 ) -> None:
-    """Whole groups are issued in order until a step has enough rollouts, and every step gets enough."""
+    """The controller issues prompts for whole groups, in order, until a step has enough rollouts."""
     bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
     while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
         queued, issued = queued + sizes[issued], issued + 1

@@ -1,4 +1,4 @@
-"""Tests of the versions and sizes of rollouts."""
+"""Model versions, numbers of tokens and outcomes of rollouts and groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.types import Outcome
 from tests.fakes.rollouts import group, rollout
 
 
-def test_versions_of_a_rollout_cover_the_tokens_of_all_turns() -> None:
+def test_oldest_and_newest_version_of_a_rollout_are_over_the_tokens_of_all_turns() -> None:
     first = rollout(spans=[(3, 1), (5, 1)]).turns[0]
     second = rollout(spans=[(4, 1), (7, 1)]).turns[0]
     both = replace(rollout(), turns=(first, second))
@@ -23,10 +23,10 @@ def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout() -> None:
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 
 
-def test_only_correct_partial_and_wrong_outcomes_are_judgements() -> None:
+def test_only_the_outcomes_correct_partial_and_wrong_count_as_judgements() -> None:
     assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 
-def test_rollout_groups_are_frozen() -> None:
+def test_rollout_groups_are_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         group(0).index = 1  # type: ignore[misc]

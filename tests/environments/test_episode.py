@@ -1,4 +1,4 @@
-"""Episodes of an agent: how its messages are matched to earlier turns, and the resulting engine requests."""
+"""Episodes of an agent: how each request's messages are matched to earlier turns, and which engine request is made."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(of: Episode) -> Rollout:
 
 
 def segments_of(of: Episode) -> list[list[int]]:
-    """Return, for each segment of the rollout, the numbers of the turns that train in it."""
+    """Return, for each segment of the episode's rollout, the numbers of the turns that are trained in that segment."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
@@ -48,7 +48,7 @@ def begins_of(of: Episode) -> list[str]:
     return [each.begins for each in made(of).turns]
 
 
-def test_each_turn_continues_the_tokens_of_the_previous_one() -> None:
+def test_each_turn_of_a_conversation_continues_the_tokens_of_the_previous_turn() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
@@ -62,14 +62,14 @@ def test_each_turn_continues_the_tokens_of_the_previous_one() -> None:
     assert planned.request.continue_from == 4
 
 
-def test_answers_match_earlier_turns_even_without_thinking_text_and_surrounding_white_space() -> None:
+def test_answer_sent_back_without_its_thinking_text_and_white_space_is_matched_to_its_turn() -> None:
     of = episode()
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert second.parent is first
 
 
-def test_answers_with_tool_calls_match_earlier_turns_by_call_id() -> None:
+def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call_id() -> None:
     of = episode()
     tools = [{"type": "function", "function": {"name": "f"}}]
     planned = of.plan("main", {"messages": [HELLO], "tools": tools})
@@ -96,7 +96,7 @@ def test_request_with_a_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_answer_is_not_trained_on_if_the_agent_repeats_its_request() -> None:
+def test_answer_is_not_trained_on_if_the_agent_sends_the_same_request_again() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -114,7 +114,7 @@ def test_answer_to_a_repeated_request_is_trained_on_if_a_later_request_continues
     assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
 
 
-def test_turn_of_a_repeated_first_request_counts_as_the_first_turn_of_the_agent() -> None:
+def test_answer_to_a_repeated_first_request_counts_as_the_agents_first_turn() -> None:
     of = episode()
     turn(of, [HELLO], "lost")
     turn(of, [HELLO], "a")
@@ -154,8 +154,8 @@ def test_only_turns_of_trained_agents_are_part_of_the_rollout() -> None:
     assert of.last_of("untrained-helper") is None
 
 
-def test_each_sampled_turn_of_a_random_episode_trains_exactly_once() -> None:
-    """Play a random conversation of two agents with forks, repeated requests and summaries of the history."""
+def test_each_turn_of_a_random_episode_is_trained_in_exactly_one_segment() -> None:
+    """The test plays a random conversation of two agents with forks, repeated requests and summaries of the history."""
     draw = rng.generator(7, "random episode")
     of = episode(max_turns=200)
     histories: list[list[dict[str, str]]] = [[HELLO]]
@@ -176,7 +176,7 @@ def test_each_sampled_turn_of_a_random_episode_trains_exactly_once() -> None:
         np.testing.assert_array_equal(np.concatenate(tokens), last.token_ids)
 
 
-def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
+def test_conversation_stays_one_segment_if_the_chat_template_only_appends_tokens() -> None:
     of = episode(history=History.TEMPLATE)
     turn(of, [HELLO], "a")
     planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
@@ -185,12 +185,12 @@ def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
 
 
 @pytest.mark.parametrize("is_mutant", [False, True])
-def test_answer_that_is_rendered_again_to_other_tokens_begins_a_new_segment(
+def test_new_segment_begins_if_an_earlier_answer_is_rendered_to_other_tokens_than_were_sampled(
     is_mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second prompt, the first answer has the token 9 instead of 7 and 8, so a new segment begins.
 
-    With `is_mutant`, the comparison of tokens is disabled, and the test must detect this.
+    With `is_mutant`, the comparison of tokens is disabled; then the segments must be wrong, or the test proves nothing.
     """
     of = episode()
     seen = [[2, 3], [2, 3, 9, 4, 5, 3]]
@@ -223,7 +223,7 @@ def test_agent_cannot_override_sampling_parameters_but_can_lower_the_token_limit
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
-def test_sampling_seed_is_reproducible_and_differs_between_samples_and_between_agents() -> None:
+def test_sampling_seed_of_an_episode_is_reproducible_and_differs_between_samples_and_agents() -> None:
     def seed(sample: int, agent: str) -> int | None:
         return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
 
@@ -238,7 +238,7 @@ def test_episode_ends_after_max_turns() -> None:
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_episode_ends_if_an_answer_is_cut_at_the_token_limit_of_the_order_but_not_of_the_agent() -> None:
+def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_if_at_the_agents_own() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over

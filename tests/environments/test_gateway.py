@@ -1,4 +1,4 @@
-"""The gateway between agents and engines, called with OpenAI's own client."""
+"""The gateway, to which agents send their chat requests instead of to engines, called with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
 
 
 async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
-    """Send `messages` to the gateway at `url` with OpenAI's client; return the message of its answer."""
+    """Send `messages` to the gateway at `url` with OpenAI's client; return the assistant message of the response."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         message: ChatMessage = answer.choices[0].message
         return message
 
 
-async def test_gateway_finds_the_episode_of_an_openai_client_by_url_path_or_by_api_key() -> None:
+async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_the_api_key() -> None:
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
         first = await said(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"
@@ -51,7 +51,7 @@ async def test_gateway_finds_the_episode_of_an_openai_client_by_url_path_or_by_a
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
-async def test_streaming_client_gets_the_answer_as_one_chunk() -> None:
+async def test_streaming_client_of_the_gateway_gets_the_answer() -> None:
     async with (
         opened(TalkingSampler(lambda _: "abc")) as episode,
         openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
@@ -60,7 +60,7 @@ async def test_streaming_client_gets_the_answer_as_one_chunk() -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
 
 
-async def test_request_after_the_episode_has_ended_gets_404() -> None:
+async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_404() -> None:
     async with opened(TalkingSampler()) as episode:
         ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
         with pytest.raises(openai.NotFoundError, match="has ended"):
@@ -72,7 +72,9 @@ async def test_request_after_the_episode_has_ended_gets_404() -> None:
     [(ContextExceeded("too long"), 400), (DeadlineError("no engine"), 424)],
     ids=["context", "none"],
 )
-async def test_gateway_errors_have_statuses_that_clients_do_not_retry(error: Exception, status: int) -> None:
+async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_retry(
+    error: Exception, status: int
+) -> None:
     def fail(_: object) -> str:
         raise error
 
@@ -84,7 +86,7 @@ async def test_gateway_errors_have_statuses_that_clients_do_not_retry(error: Exc
         assert (episode.failure is error) == (status == 424)
 
 
-async def test_disconnecting_client_cancels_its_turn_and_records_nothing() -> None:
+async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded() -> None:
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:

@@ -1,4 +1,4 @@
-"""Environments on OpenEnv servers: our own small server, and in slow tests the same game in OpenEnv's package."""
+"""Environments on OpenEnv servers, tested with a fake server and, in slow tests, with a server of OpenEnv's package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.fakes.tool_model import tool_tokenizer
 from tests.patience import PATIENCE_S
 
-#: Program that serves the game with OpenEnv's package. `Server` below serves the same game over the same protocol.
+#: A program that serves a guessing game with OpenEnv's package. The fake `Server` below serves the same game.
 REAL = """
 from typing import Optional
 from openenv.core.env_server import create_app
@@ -103,7 +103,7 @@ SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["
 
 @final
 class Server:
-    """A fake OpenEnv server of the game. It allows one session at a time, like OpenEnv by default."""
+    """A fake OpenEnv server of the guessing game. It allows one session at a time, as OpenEnv does by default."""
 
     def __init__(self, *, calls: bool = False) -> None:
         self.calls = calls
@@ -176,7 +176,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def check_the_tools(url: str) -> None:
-    """Check that a scripted model can call the tools of the server at `url`, which is ours or OpenEnv's."""
+    """Check that a scripted model can call the tools of the server at `url`, the fake one or OpenEnv's."""
     made = tool_tokenizer()
     words = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
     sampler = ScriptedAnswers(words, [call("double", number=4), call("double", number="x"), "8"])
@@ -201,7 +201,7 @@ async def played(
 
 
 async def check_the_game(url: str) -> None:
-    """Check turns, rewards and errors of the game on the server at `url`, which is ours or OpenEnv's."""
+    """Check turns, rewards and errors of the guessing game on the server at `url`, the fake one or OpenEnv's."""
     (made,) = await played(url, lambda messages: "a" if len(messages) == 1 else "b")
     first, second = made.rollout.turns
     assert tokenizer().decode(first.context_token_ids.tolist()).count("guess a letter") == 1
@@ -214,7 +214,7 @@ async def check_the_game(url: str) -> None:
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "broken" in made.rollout.verdict.reason
 
 
-async def test_each_step_of_an_openenv_episode_becomes_a_turn_with_its_reward() -> None:
+async def test_each_step_of_an_openenv_episode_becomes_a_turn_with_the_steps_reward() -> None:
     server = Server()
     async with serving(server) as url:
         await check_the_game(url)
@@ -225,7 +225,7 @@ async def test_model_calls_the_tools_of_an_openenv_server() -> None:
         await check_the_tools(url)
 
 
-async def test_episodes_of_a_group_share_a_seed_and_take_turns_on_a_server_with_one_session() -> None:
+async def test_episodes_of_a_group_use_one_seed_and_run_one_after_another_on_a_server_with_one_session() -> None:
     server = Server()
     async with serving(server) as url:
         made = await played(url, lambda messages: "b", samples=3)
@@ -265,20 +265,20 @@ async def test_episode_waits_for_a_restarting_openenv_server() -> None:
         ({"properties": {"x": LETTER, "y": LETTER}, "required": ["y"]}, "a", {"y": "a"}),
     ],
 )
-def test_model_answer_becomes_an_action_of_the_servers_schema(
+def test_models_answer_is_converted_to_an_action_of_the_openenv_servers_schema(
     schema: dict[str, Any], text: str, action: dict[str, Any]
 ) -> None:
     assert Actions(schema, None).of(text) == action
 
 
-def test_answer_that_is_not_an_action_is_rejected_with_the_expected_form() -> None:
+def test_answer_that_is_no_valid_openenv_action_is_rejected_with_the_expected_form() -> None:
     with pytest.raises(ValueError, match="must be one JSON object"):
         Actions({"properties": {"x": LETTER, "y": LETTER}}, None).of("a")
     with pytest.raises(ReferenceFailed, match="have no 'z'; fields: x"):
         Actions({"properties": {"x": LETTER}}, "z")
 
 
-async def test_error_names_a_server_that_is_down_or_not_an_openenv_server() -> None:
+async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server() -> None:
     with pytest.raises(ReferenceFailed, match="expected openenv:http://host:port"):
         load_play("openenv:nowhere")
     with pytest.raises(ReferenceFailed, match=r"environment_options: .*`letter`"):
@@ -307,7 +307,7 @@ async def test_error_names_a_server_that_is_down_or_not_an_openenv_server() -> N
 
 @pytest.fixture(scope="module")
 def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the Python of a virtual environment with OpenEnv's package: OPENENV_PYTHON, or a newly installed one."""
+    """Return the path of a Python with OpenEnv's package: $OPENENV_PYTHON, or a newly made virtual environment."""
     if existing := os.environ.get("OPENENV_PYTHON"):
         return existing
     home = tmp_path_factory.mktemp("openenv")
@@ -339,13 +339,17 @@ def real_server(openenv_python: str, tmp_path: Path, kind: str) -> Iterator[str]
 
 
 @pytest.mark.slow
-async def test_tool_server_of_the_openenv_package_behaves_like_the_fake(openenv_python: str, tmp_path: Path) -> None:
+async def test_tool_server_of_the_openenv_package_behaves_like_the_fake_server(
+    openenv_python: str, tmp_path: Path
+) -> None:
     with real_server(openenv_python, tmp_path, "tools") as url:
         await check_the_tools(url)
 
 
 @pytest.mark.slow
-async def test_game_server_of_the_openenv_package_behaves_like_the_fake(openenv_python: str, tmp_path: Path) -> None:
+async def test_game_server_of_the_openenv_package_behaves_like_the_fake_server(
+    openenv_python: str, tmp_path: Path
+) -> None:
     with real_server(openenv_python, tmp_path, "text") as url:
         await check_the_game(url)
         made = await played(url, lambda messages: "b", samples=2)

@@ -1,4 +1,4 @@
-"""Episodes with a tool of the recipe, with and without user code: a scripted model, real tokens, the real gateway."""
+"""Episodes with a tool that the recipe offers, with and without an agent: a scripted model, the real gateway."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class IsAB:
         return correct("AB") if completion_text == "AB" else wrong("it is not AB")
 
 
-#: An agent: user code that plays an episode. Here it runs in the process of the test.
+#: An agent: user code that plays an episode. In these tests, it runs in the test's process.
 Agent = Callable[[EpisodeClient], Awaitable[None]]
 
 
 @final
 class Played:
-    """An episode player that runs the agent in this process instead of an episode host."""
+    """An episode player that runs the agent in the test's process instead of in a separate host process."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -105,7 +105,7 @@ async def played(
     return made
 
 
-async def test_tool_result_goes_back_to_the_model_and_its_last_answer_is_judged() -> None:
+async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_judged() -> None:
     made = await played([call(text="ab"), "AB"])
     first, second = made.rollout.turns
     shown = tokenizer().decode(second.context_token_ids.tolist())
@@ -122,20 +122,20 @@ async def test_tool_result_goes_back_to_the_model_and_its_last_answer_is_judged(
         (call(txt="ab"), 'the arguments must be {"text": "…"}'),
     ],
 )
-async def test_invalid_tool_call_is_answered_with_the_error(wrong_call: str, reply: str) -> None:
+async def test_model_gets_the_error_as_the_result_of_an_invalid_tool_call(wrong_call: str, reply: str) -> None:
     made = await played([wrong_call, "AB"])
     assert reply in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_tool_calls_end_at_max_turns_and_a_rollout_with_a_lost_sandbox_is_masked() -> None:
+async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_gives_a_verifier_error() -> None:
     made = await played([call(text="ab")] * 3, max_turns=2)
     assert (len(made.rollout.turns), made.rollout.verdict.outcome) == (2, Outcome.WRONG)
     made = await played([call(text="lost"), "AB"])
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
-async def test_agent_sees_only_the_answer_after_a_recipe_tool_call_and_the_conversation_is_one_segment() -> None:
+async def test_agent_gets_only_the_answer_after_a_recipes_tool_call_and_all_turns_are_in_one_segment() -> None:
     seen = []
 
     async def agent(client: EpisodeClient) -> None:
@@ -167,7 +167,7 @@ async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
 
-async def test_agent_that_repeats_its_request_abandons_the_turns_before_and_after_the_tool_call() -> None:
+async def test_repeating_a_request_that_led_to_a_tool_call_abandons_the_turns_before_and_after_the_call() -> None:
     async def agent(client: EpisodeClient) -> None:
         await client.chat([HELLO])
         await client.chat([HELLO])
@@ -176,7 +176,7 @@ async def test_agent_that_repeats_its_request_abandons_the_turns_before_and_afte
     assert len(made.rollout.turns) == 2 and made.rollout.turns[0].begins == "first"
 
 
-async def test_agent_tool_with_the_name_of_a_recipe_tool_is_rejected() -> None:
+async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected() -> None:
     own = {"type": "function", "function": {"name": "shout", "description": "", "parameters": {"type": "object"}}}
 
     async def agent(client: EpisodeClient) -> None:
@@ -189,7 +189,7 @@ async def test_agent_tool_with_the_name_of_a_recipe_tool_is_rejected() -> None:
 
 @final
 class Calls:
-    """Progress callbacks that count tool calls by domain, as those of an actor do."""
+    """Progress callbacks that count tool calls by domain, as an actor's callbacks do."""
 
     def __init__(self) -> None:
         self.tally, quiet = VerifierTally(), Unwatched()
@@ -209,7 +209,9 @@ async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 
 
-async def test_actor_warns_once_if_no_tool_is_called_in_the_first_episodes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_actor_logs_one_warning_if_tools_are_offered_but_not_called_in_the_first_episodes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     await played(["AB"] * 25, episodes=25)
     (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
     assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

@@ -1,4 +1,4 @@
-"""A taskset of the library `verifiers`, in a separate Python environment; slow, because the test first installs it."""
+"""Tasksets of the library `verifiers`, which runs in a separate virtual environment that slow tests first install."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_python_without_the_verifiers_library_is_rejected_with_an_install_comman
 
 @pytest.fixture(scope="module")
 def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the Python of a virtual environment with verifiers: VERIFIERS_PYTHON, or a newly installed one."""
+    """Return the path of a Python with `verifiers`: $VERIFIERS_PYTHON, or a newly made virtual environment."""
     if existing := os.environ.get("VERIFIERS_PYTHON"):
         return existing
     home = tmp_path_factory.mktemp("verifiers")
@@ -102,7 +102,9 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
 
 
 @pytest.mark.slow
-async def test_answers_are_scored_by_the_rubric_of_a_verifiers_taskset(options: dict[str, object]) -> None:
+async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifiers_library(
+    options: dict[str, object],
+) -> None:
     wrong, right = await played(options, numbered(0), numbered(2, samples=3))
     assert [each.rollout.verdict.reward for each in wrong] == [0.5]
     assert [each.rollout.verdict.reward for each in right] == [1.5] * 3
@@ -113,13 +115,13 @@ async def test_answers_are_scored_by_the_rubric_of_a_verifiers_taskset(options: 
 
 
 @pytest.mark.slow
-async def test_verifiers_environment_around_a_taskset_plays_episodes(options: dict[str, object]) -> None:
+async def test_environment_of_the_verifiers_library_around_a_taskset_plays_episodes(options: dict[str, object]) -> None:
     ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
     assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
 
 
 @pytest.mark.slow
-async def test_error_names_a_task_beyond_the_taskset_or_a_taskset_that_fails_to_load(
+async def test_error_names_the_missing_task_of_a_taskset_or_the_taskset_that_fails_to_load(
     options: dict[str, object],
 ) -> None:
     with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):

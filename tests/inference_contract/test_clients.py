@@ -1,6 +1,6 @@
-"""Requests of public clients are served: recorded bodies, and OpenAI's own client.
+"""Engines serve the requests of public clients, tested with recorded request bodies and with OpenAI's own client.
 
-`clients/*.json` holds request bodies as each client, at the version given there, sent them to a recording server.
+`clients/*.json` holds the request bodies that each client, at the version given there, sent to a recording server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-if TYPE_CHECKING:  # only for annotations, since the import takes 0.6 s per test process
+if TYPE_CHECKING:  # not imported at run time, because importing openai takes 0.6 s in each test process
     import openai
     from openai.types.chat import ChatCompletionMessageParam
 
@@ -62,7 +62,7 @@ def post(url: str, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize("body", RECORDED)
-def test_recorded_client_requests_are_served(url: str, body: dict[str, Any]) -> None:
+def test_recorded_requests_of_public_clients_are_served(url: str, body: dict[str, Any]) -> None:
     answer = post(url, body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -92,7 +92,7 @@ def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_cli
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
-def test_openai_client_can_send_an_earlier_answer_in_any_form(public_client: openai.OpenAI) -> None:
+def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
     first = completions.create(model="m", messages=ASKED, max_tokens=8, seed=1).choices[0].message
     assert first.content is not None
@@ -104,7 +104,7 @@ def test_openai_client_can_send_an_earlier_answer_in_any_form(public_client: ope
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_request_with_top_k_minus_one_and_text_parts_is_accepted(url: str) -> None:
+def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(url: str) -> None:
     plain = post(url, {"messages": ASKED, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
     again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()

@@ -1,4 +1,4 @@
-"""The conformance kit for engines passes correct engines, and fails faulty ones at the check for their fault."""
+"""Tests of the conformance kit for engines: a correct engine passes; each faulty one fails the check for its fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.scripted_faults import Fault
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: The check that must fail for each fault.
+#: For each fault of a simulated engine, the check that must fail.
 CAUGHT_BY = {
     Fault.ACCEPTS_OLDER: "older_version_is_refused",
     Fault.ACCEPTS_ANY_LAYOUT: "wrong_layout_is_refused",
@@ -84,7 +84,7 @@ CAUGHT_BY = {
     Fault.ENDS_TURNS_TWICE: "tool_results_continue_calls_or_are_refused",
 }
 
-#: Further checks that must fail for a fault.
+#: Further checks that must fail for some faults, as pairs (fault, check).
 ALSO_CAUGHT_BY = (
     (Fault.ONE_SPAN, "update_in_flight"),
     (Fault.ONE_SPAN, "pull_in_flight"),
@@ -98,7 +98,7 @@ def _not_passed(results: list[CheckResult]) -> dict[str, str]:
     return {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
 
 
-def test_correct_engine_passes_every_check_twice() -> None:
+def test_correct_engine_passes_every_conformance_check_twice_in_a_row() -> None:
     with in_thread(application(token="secret")) as url:
         for _ in range(2):
             results = run(url, token="secret", timeout_s=PATIENCE_S)
@@ -107,17 +107,17 @@ def test_correct_engine_passes_every_check_twice() -> None:
 
 
 @pytest.mark.parametrize(("fault", "check"), [*CAUGHT_BY.items(), *ALSO_CAUGHT_BY])
-def test_faulty_engine_fails_the_check_for_its_fault(fault: Fault, check: str) -> None:
+def test_faulty_engine_fails_the_conformance_check_for_its_fault(fault: Fault, check: str) -> None:
     with in_thread(application(fault, token="secret")) as url:
         results = run(url, token="secret", only=[check], timeout_s=3.0)
     assert [result.outcome for result in results] == [CheckOutcome.FAILED], f"{fault} must fail {check}: {results}"
 
 
-def test_every_simulated_engine_fault_has_a_check() -> None:
+def test_every_simulated_engine_fault_has_a_conformance_check() -> None:
     assert set(CAUGHT_BY) == set(Fault) - {Fault.NONE}
 
 
-def test_missing_pull_support_is_reported_as_unsupported() -> None:
+def test_conformance_check_reports_unsupported_for_an_engine_that_cannot_pull_weights() -> None:
     engine = ScriptedEngine()
     app = create_app(engine, token=None)
     with in_thread(app) as url:
@@ -127,24 +127,24 @@ def test_missing_pull_support_is_reported_as_unsupported() -> None:
     assert "does not offer the transport pull" in result.reason
 
 
-def test_authentication_checks_are_unsupported_without_a_token() -> None:
+def test_conformance_checks_of_authentication_report_unsupported_for_an_engine_without_a_token() -> None:
     with in_thread(application()) as url:
         (result,) = run(url, only=["other_routes_need_the_token"])
     assert result.outcome is CheckOutcome.UNSUPPORTED
     assert "without a token" in result.reason
 
 
-def test_unreachable_engine_fails_with_a_reason() -> None:
+def test_unreachable_engine_fails_its_conformance_checks_with_a_reason() -> None:
     (result,) = run("http://127.0.0.1:9", only=["health_is_ready"], timeout_s=1.0)
     assert result.outcome is CheckOutcome.FAILED
     assert "ConnectError" in result.reason
 
 
-def test_every_check_has_a_unique_name_and_a_description() -> None:
+def test_every_conformance_check_of_engines_has_a_unique_name_and_a_description() -> None:
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     assert all((check.__doc__ or "").strip().endswith(".") for check in CHECKS)
 
 
-def test_unknown_check_name_is_rejected() -> None:
+def test_unknown_name_of_a_conformance_check_is_rejected() -> None:
     with pytest.raises(ValueError, match="'no_such_check' is not a check"):
         select(["no_such_check"])

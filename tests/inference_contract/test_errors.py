@@ -8,7 +8,7 @@ from inference_contract.errors import ContractError, _tree, from_wire
 
 
 @pytest.mark.parametrize("kind", _tree(ContractError))
-def test_error_class_and_message_survive_serialization(kind: type[ContractError]) -> None:
+def test_error_sent_over_http_keeps_its_class_and_message(kind: type[ContractError]) -> None:
     error = kind("what was expected", param="layout")
     back = from_wire(error.status, error.to_wire())
     assert type(back) is kind

@@ -1,7 +1,7 @@
-"""Forty recorded requests of three public clients, each answered or rejected by name by a live torch engine.
+"""A live torch engine answers forty recorded requests of three public clients, or names the field that it rejects.
 
-`recorded_requests.json` holds bodies that `openai`, `litellm` and `openai-agents` sent to a recording server, plain and
-with tools, and the field of each that this engine rejects.
+`recorded_requests.json` holds request bodies that `openai`, `litellm` and `openai-agents` sent to a recording server,
+with and without tools, and for each body the field that the torch engine rejects, if any.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTEXT: Final = 1024
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Connect to a torch engine whose model is named `m`, the last part of its directory."""
+    """Yield a client of a torch engine whose model is named `m`, after the last part of its directory's path."""
     path = tmp_path_factory.mktemp("models") / "m"
     save_tool_model(path, context_length=CONTEXT)
     options = engine_options(model_path=path, model_id=str(path), context_length=CONTEXT, device=Device.CPU, threads=1)
@@ -40,7 +40,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_recording_has_forty_requests_of_three_clients() -> None:
+def test_recording_contains_forty_requests_of_three_public_clients() -> None:
     assert len(RECORDED) == 40
     assert {each["client"].split()[0] for each in RECORDED} == {"openai", "litellm", "openai-agents"}
 
@@ -71,7 +71,7 @@ def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_na
         assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
 
 
-def test_tools_are_added_to_the_prompt_unless_tool_choice_is_none(client: httpx.Client) -> None:
+def test_tool_descriptions_are_added_to_the_prompt_unless_tool_choice_is_none(client: httpx.Client) -> None:
     asked = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
     bare = {name: value for name, value in asked.items() if name != "tools"}
     counts = [

@@ -1,4 +1,4 @@
-"""Golden JSON of the contract's requests, and the buckets and shards of a weight layout."""
+"""The contract's requests are encoded as fixed JSON, and weight layouts are divided into buckets and shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT = WeightLayout(
 )
 
 
-def test_prepare_request_has_the_golden_json() -> None:
+def test_broadcast_prepare_request_is_encoded_as_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE, version=3, epoch=1, group="weights", generation=2, layout=LAYOUT
     )
@@ -39,7 +39,7 @@ def test_prepare_request_has_the_golden_json() -> None:
     )
 
 
-def test_pull_prepare_request_has_the_golden_json() -> None:
+def test_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -57,7 +57,7 @@ def test_pull_prepare_request_has_the_golden_json() -> None:
     )
 
 
-def test_sharded_pull_prepare_request_has_the_golden_json() -> None:
+def test_sharded_pull_prepare_request_is_encoded_as_the_golden_json() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -76,13 +76,13 @@ def test_sharded_pull_prepare_request_has_the_golden_json() -> None:
     assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
 
 
-def test_layout_id_and_size_equal_the_golden_values() -> None:
+def test_id_and_size_of_a_weight_layout_equal_the_golden_values() -> None:
     assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
     assert LAYOUT.num_bytes == 36
 
 
 @pytest.mark.parametrize("connections", ["", '"connections":"tree",'], ids=["gloo's own", "tree"])
-def test_process_group_request_has_the_golden_json(connections: str) -> None:
+def test_process_group_request_is_encoded_as_the_golden_json(connections: str) -> None:
     text = (
         '{"group":"weights","backend":"gloo","rendezvous_host":"127.0.0.1","rendezvous_port":4711,"rank":1,'
         f'"world_size":3,"generation":5,{connections}"timeout_s":10.0}}'
@@ -100,16 +100,18 @@ def test_process_group_request_has_the_golden_json(connections: str) -> None:
         ((LAYOUT.parameters[0].model_copy(update={"dtype": DType.INT8}), LAYOUT.parameters[1]), "must have dtype"),
     ],
 )
-def test_layout_difference_names_the_first_mismatch(other: tuple[ParameterSpec, ...], sentence: str) -> None:
+def test_difference_between_two_weight_layouts_names_the_first_mismatch(
+    other: tuple[ParameterSpec, ...], sentence: str
+) -> None:
     assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
 
 
-def test_layout_has_no_difference_to_itself() -> None:
+def test_weight_layout_has_no_difference_to_its_own_copy() -> None:
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 
 def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Return the buckets of a layout, by a slow implementation of the docstring of `buckets`."""
+    """Return the buckets of a layout, computed parameter by parameter as the docstring of `buckets` says."""
     ranges, start, end = [], 0, 0
     for size in sizes:
         if end > start and end - start + size > bucket_bytes:
@@ -135,7 +137,7 @@ def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes:
     edges = {sum(sizes[:row]) for row in range(len(sizes) + 1)}
     assert all(start in edges and end in edges for start, end in buckets)
     assert buckets == _gathered_one_by_one(sizes, bucket_bytes)
-    # Only a single parameter may exceed the size of a bucket.
+    # A bucket may be larger than `bucket_bytes` only if it consists of a single parameter.
     for start, end in buckets:
         inside = [edge for edge in edges if start < edge < end]
         assert end - start <= bucket_bytes or not inside

@@ -24,14 +24,14 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
 """
 
 
-def test_every_gpu_of_nvidia_smi_is_listed() -> None:
+def test_every_gpu_in_the_output_of_nvidia_smi_is_listed() -> None:
     assert read_devices(TWO) == Devices((VisibleDevice("0", 81559), VisibleDevice("1", 81559)))
     assert read_devices("") == Devices()
     assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert read_devices(TWO).environment(()) == {}
 
 
-def test_instances_of_a_mig_gpu_are_listed_as_devices() -> None:
+def test_instances_of_a_gpu_in_mig_mode_are_listed_as_devices() -> None:
     found = read_devices(DIVIDED, instances=LISTING)
     assert [device.name for device in found.each] == ["MIG-c6d4", "MIG-cba6", "1"]
     assert found.label(0) == "GPU 0 (MIG-c6d4)"
@@ -49,7 +49,7 @@ def test_instances_of_a_mig_gpu_are_listed_as_devices() -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_cuda_visible_devices_limits_the_listed_gpus(visible: str, devices: list[VisibleDevice]) -> None:
+def test_only_gpus_in_cuda_visible_devices_are_listed(visible: str, devices: list[VisibleDevice]) -> None:
     found = read_devices(TWO, visible=visible)
     assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
     assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
@@ -61,7 +61,7 @@ def test_gpu_memory_is_unknown_if_gpus_differ_and_are_named_by_index() -> None:
 
 
 @pytest.mark.parametrize("visible", ["2", "GPU-33"])
-def test_unknown_visible_device_is_rejected(visible: str) -> None:
+def test_unknown_device_in_cuda_visible_devices_is_rejected(visible: str) -> None:
     with pytest.raises(
         UserError, match=rf"CUDA_VISIBLE_DEVICES names {visible}, and this machine has the GPUs 0 \(GPU-1"
     ):
@@ -70,7 +70,7 @@ def test_unknown_visible_device_is_rejected(visible: str) -> None:
 
 
 def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create a program named `nvidia-smi` that runs `script`, and put it first on PATH."""
+    """Create a program named `nvidia-smi` that runs `script`, and put its folder first on PATH."""
     folder.mkdir()
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -78,19 +78,21 @@ def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_devices_come_from_the_nvidia_smi_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_from_the_nvidia_smi_program_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"case $1 in -L) cat <<'E'\n{LISTING}E\n;; *) cat <<'E'\n{DIVIDED}E\n;; esac"
     on_path(tmp_path / "bin", script, monkeypatch)
     assert devices_for(load("tiny"), {}) == read_devices(DIVIDED, instances=LISTING)
     assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (VisibleDevice("1", 81559),)
 
 
-def test_failing_nvidia_smi_gives_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_are_listed_if_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path / "bin", "echo NVIDIA-SMI has failed; exit 9", monkeypatch)
     assert devices_for(load("tiny"), {}) == Devices()
 
 
-def test_hanging_nvidia_smi_is_reported_if_the_run_uses_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_raised_if_nvidia_smi_hangs_and_the_run_uses_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_path(tmp_path / "bin", "exec sleep 600", monkeypatch)
     monkeypatch.setattr(counting, "_DEADLINE_S", 0.2)
     with pytest.raises(UserError, match=r"nvidia-smi did not answer within 0\.2 s, so which GPUs there are is unknown"):
@@ -99,7 +101,9 @@ def test_hanging_nvidia_smi_is_reported_if_the_run_uses_gpus(tmp_path: Path, mon
     assert devices_for(nobody_asks, {}) == Devices(), "what uses no GPU does not wait for it"
 
 
-def test_driver_files_are_read_if_nvidia_smi_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_from_the_drivers_files_if_nvidia_smi_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place, uuid in (("0000:3b:00.0", "GPU-22bb"), ("0000:07:00.0", "GPU-11aa")):
         (tmp_path / "gpus" / place).mkdir(parents=True)
         (tmp_path / "gpus" / place / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n")

@@ -1,4 +1,4 @@
-"""A run does not start while another run of its name is live, unless the user asks for it."""
+"""A run does not start while another run with the same name is live, unless the user passes --new."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def controller_url() -> Iterator[str]:
         yield url
 
 
-def test_finished_runs_do_not_block_a_new_one(config: RunConfig) -> None:
+def test_new_run_may_have_the_name_of_finished_runs(config: RunConfig) -> None:
     refuse_namesake(config, by_hand=started_by_hand)
     create(config), create(config)
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_is_found_even_if_its_name_got_a_number(config: RunConfig) -> None:
+def test_live_run_with_the_same_name_is_found_even_if_a_number_was_added_to_its_directorys_name(
+    config: RunConfig,
+) -> None:
     create(config)
     second = create(config)
     with (
@@ -54,11 +56,13 @@ def test_live_run_is_found_even_if_its_name_got_a_number(config: RunConfig) -> N
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_without_a_launcher_is_found_by_its_controller(config: RunConfig, controller_url: str) -> None:
+def test_live_run_that_no_launcher_started_is_found_by_its_controllers_address_file(
+    config: RunConfig, controller_url: str
+) -> None:
     directory = create(config)
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))
     with pytest.raises(UserError, match=f"services started manually, controller at {controller_url}"):
         refuse_namesake(config, by_hand=started_by_hand)
-    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # a killed controller leaves this file
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # as left by a killed controller
     refuse_namesake(config, by_hand=started_by_hand)

@@ -1,4 +1,4 @@
-"""Placement of a run's processes on GPUs: golden files for 0, 1, 2, 4 and 8 GPUs, and refusals.
+"""Placements of a run's processes on 0, 1, 2, 4 and 8 GPUs equal the golden files; impossible ones are rejected.
 
 `PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/test_placement.py` rewrites the golden files; read the
 difference before you keep it.
@@ -66,7 +66,7 @@ def gpus(count: int) -> Devices:
 
 
 def written(config: RunConfig, devices: Devices) -> list[str]:
-    """Return one line for each process in the plan, with its devices, or the reason for which there is no plan."""
+    """Return one line for each process in the launch plan, with its devices, or the reason why there is no plan."""
     host = replace(LOCALHOST, devices=devices)
     try:
         launch = Launch.on([host], config, run_dir=RUN, ports=count(5000), cores=range(64), python="py")
@@ -93,14 +93,14 @@ def test_gpu_placements_match_the_golden_files(name: str) -> None:
     assert file.read_text() == text
 
 
-def test_placement_golden_files_and_recipes_have_the_same_names() -> None:
+def test_golden_files_of_gpu_placements_and_recipes_have_the_same_names() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(RECIPES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", RECIPES)
 def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
-    """A process without a memory share has its devices to itself; shares of a device add up to at most 1."""
+    """A process without a memory share has its devices to itself; the shares on a device sum to at most 1."""
     try:
         placement = place(config_of(RECIPES[name]), gpus(count))
     except RecipeError:
@@ -110,7 +110,7 @@ def test_gpus_are_never_assigned_beyond_their_capacity(name: str, count: int) ->
         assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
 
 
-def test_memory_limit_of_a_process_is_its_share_of_the_device() -> None:
+def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory() -> None:
     alone, shared = (place(config_of({}), gpus(count)) for count in (2, 1))
     assert alone.bytes_of("trainer") == 81559 * 2**20
     assert shared.bytes_of("trainer") == int(81559 * 2**20 * 0.45)
@@ -160,7 +160,7 @@ def test_impossible_gpu_placements_are_rejected(
     assert "\n" not in str(refused.value)
 
 
-def test_processes_see_devices_by_the_names_in_cuda_visible_devices() -> None:
+def test_processes_get_gpus_by_the_names_in_the_launchers_cuda_visible_devices() -> None:
     devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",

@@ -1,4 +1,4 @@
-"""The launch plan, a list of processes to start, is a pure function of recipe, ports and cores."""
+"""The launch plan, a list of the processes to start, depends only on recipe, ports and cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
     return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
-def test_launch_plan_has_the_start_order_ports_and_exit_rules() -> None:
+def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes() -> None:
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
@@ -48,7 +48,7 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
 
 
-def test_every_planned_process_is_a_role_with_the_common_options() -> None:
+def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options() -> None:
     for spec in _plan(_config()).specs:
         assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])
         given = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
@@ -62,7 +62,7 @@ def test_every_planned_process_is_a_role_with_the_common_options() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_processes_with_several_openmp_threads_spin_before_they_sleep() -> None:
+def test_openmp_threads_of_a_process_with_several_threads_spin_before_they_sleep() -> None:
     for spec in _plan(_config(launch={"threads": 2})).specs:
         assert spec.env["OMP_NUM_THREADS"] == "2"
         assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
@@ -87,13 +87,13 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_no_parameter_servers_are_started_if_the_recipe_names_some() -> None:
+def test_launcher_starts_no_parameter_servers_if_the_recipe_names_running_ones() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
     assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
 
 
-def test_no_stream_server_is_started_if_the_recipe_names_one() -> None:
+def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
@@ -116,7 +116,7 @@ def test_no_stream_server_is_started_if_the_recipe_names_one() -> None:
         ((0, 1), {"launch": {"threads": 2}}, [None], None),
     ],
 )
-def test_engines_and_trainer_are_pinned_on_machines_with_few_cores(
+def test_engines_and_trainer_are_pinned_to_different_cores_on_machines_with_few_cores(
     cores: tuple[int, ...], sections: dict[str, object], engines: list[object], trainer: object
 ) -> None:
     made = _plan(_config(**sections), cores)
@@ -133,7 +133,7 @@ def test_launch_plan_with_a_process_before_its_dependency_is_rejected() -> None:
         Plan((b, b))
 
 
-def test_trainer_of_several_processes_is_one_group_with_a_rendezvous_port() -> None:
+def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
     config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
     assert list(listening(config)) == [*listening(_config()), "trainer"]
     made = _plan(config)
@@ -148,7 +148,7 @@ def test_trainer_of_several_processes_is_one_group_with_a_rendezvous_port() -> N
     assert min(spec.stop_order for spec in members[1:]) > made.spec("trainer").stop_order, "it ends them"
 
 
-def test_trainer_of_one_process_or_with_ranks_started_elsewhere_has_no_group() -> None:
+def test_trainer_is_no_process_group_if_it_is_one_process_or_its_other_ranks_are_started_elsewhere() -> None:
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))
@@ -156,7 +156,7 @@ def test_trainer_of_one_process_or_with_ranks_started_elsewhere_has_no_group() -
         assert made.spec("trainer").group is None and "--set" not in made.spec("trainer").argv
 
 
-def test_tracker_is_optional_and_stops_after_the_controller() -> None:
+def test_process_for_trackers_is_optional_and_stops_after_the_controller() -> None:
     assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
     made = _plan(_config(trackers={"tensorboard": True}))
     tracker = made.spec("tracker")

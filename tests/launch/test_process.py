@@ -1,4 +1,4 @@
-"""Health checks, restart budgets and logs of single processes."""
+"""Health checks, restart budgets and logs of single processes that the launcher starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
 @pytest.mark.parametrize(
     "said", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_stream_server_without_a_valid_answer_is_not_healthy(tmp_path: Path, said: bytes) -> None:
+def test_stream_server_that_gives_no_valid_answer_is_not_healthy(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -51,7 +51,7 @@ def test_stream_server_without_a_valid_answer_is_not_healthy(tmp_path: Path, sai
         answering.join()
 
 
-def test_crash_loop_backs_off_and_exhausts_the_restart_budget() -> None:
+def test_process_that_keeps_crashing_is_restarted_after_longer_and_longer_waits_until_its_budget_is_spent() -> None:
     budget, waits = RestartBudget(3), []
     while not budget.is_spent_by(1.0):
         waits.append(budget.died(1.0))
@@ -59,8 +59,8 @@ def test_crash_loop_backs_off_and_exhausts_the_restart_budget() -> None:
 
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
-def test_deaths_after_long_uptimes_never_exhaust_the_restart_budget(up_s: float) -> None:
-    """Deaths are forgiven over time; otherwise the fourth would end the run."""
+def test_process_that_dies_only_after_long_uptimes_never_spends_its_restart_budget(up_s: float) -> None:
+    """Deaths no longer count after enough uptime; otherwise the fourth death would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
         assert not budget.is_spent_by(up_s)
@@ -68,14 +68,14 @@ def test_deaths_after_long_uptimes_never_exhaust_the_restart_budget(up_s: float)
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_deaths_more_frequent_than_they_are_forgiven_exhaust_the_restart_budget() -> None:
+def test_process_that_dies_more_often_than_deaths_are_forgiven_spends_its_restart_budget() -> None:
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)
     assert budget.deaths == 5
 
 
-def test_first_death_exhausts_a_restart_budget_of_zero() -> None:
+def test_first_death_spends_a_restart_budget_of_zero() -> None:
     assert RestartBudget(0).is_spent_by(1e6)
 
 

@@ -1,4 +1,4 @@
-"""The launcher's last message describes this launch, whatever earlier launches recorded."""
+"""The launcher's last message is about the launch that just ended, whatever earlier launches have recorded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRAINED = {"kind": "trainer_ready", "epoch": 1, "elapsed_s": 1.0}
 
 
 @pytest.mark.parametrize(("events", "advised"), [([], False), ([BEGUN], False), ([BEGUN, TRAINED], True)])
-def test_run_that_never_trained_is_not_advised_to_resume(
+def test_launcher_does_not_advise_to_resume_a_run_that_failed_before_its_trainer_was_ready(
     tmp_path: Path, events: list[dict[str, object]], advised: bool
 ) -> None:
-    """A resumed run would fail again, for example with the same damaged checkpoints."""
+    """Resuming such a run would fail again, for example because of the same damaged checkpoints."""
     console = Console(file=StringIO(), width=200)
     refused = RunResult(RunOutcome.FAILED, "controller ended (exit status 2): no checkpoint is whole")
     show_end(refused, RunDirectory(tmp_path, load("tiny")), events, console)

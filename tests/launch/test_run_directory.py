@@ -1,4 +1,4 @@
-"""A run's directory: numbered, with private files, resumable, used by one launcher at a time."""
+"""The directory of a run: numbered if its name is taken, with private files, resumable, for one launcher at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _config(directory: Path, **sections: object) -> RunConfig:
     )
 
 
-def test_recipe_in_the_run_directory_has_every_key(tmp_path: Path) -> None:
+def test_recipe_file_in_the_run_directory_contains_every_key(tmp_path: Path) -> None:
     config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
     made = create(config)
     assert made.path == tmp_path / "tiny"
@@ -38,13 +38,13 @@ def test_recipe_in_the_run_directory_has_every_key(tmp_path: Path) -> None:
     assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "it may hold the password of a stream server"
 
 
-def test_run_whose_name_is_taken_gets_a_number(tmp_path: Path) -> None:
+def test_directory_of_a_run_whose_name_is_taken_gets_a_number(tmp_path: Path) -> None:
     names = [create(_config(tmp_path)).path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
-def test_rejected_checkpoint_location_leaves_no_run_directory(tmp_path: Path) -> None:
+def test_run_whose_checkpoint_location_is_rejected_leaves_no_run_directory(tmp_path: Path) -> None:
     def refuses(config: RunConfig) -> bool:
         raise UserError("nobody answers there")
 
@@ -54,7 +54,7 @@ def test_rejected_checkpoint_location_leaves_no_run_directory(tmp_path: Path) ->
 
 
 def test_full_disk_leaves_no_partial_run_directory(tmp_path: Path) -> None:
-    """The next run would take a partial directory for an existing run, and would be named tiny-2."""
+    """If a partial directory were left, the next run would take it for an existing run, and would be named tiny-2."""
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
     try:
@@ -65,12 +65,12 @@ def test_full_disk_leaves_no_partial_run_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tilde_in_the_run_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_the_path_of_the_run_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
 
 
-def test_run_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
+def test_auth_token_of_a_run_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     seen = []
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_run_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
-def test_second_launcher_in_a_run_directory_is_rejected(tmp_path: Path) -> None:
+def test_second_launcher_in_the_same_run_directory_is_rejected(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     with made.locked():
         before = made.tokens.read_text()
@@ -102,7 +102,7 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "away").symlink_to(tmp_path / "nowhere")
-    # The error is raised at the first name; the next name, tiny-2, is not tried.
+    # The error names `tiny`, which shows that no further name such as tiny-2 was tried.
     with pytest.raises(UserError, match="away/tiny cannot be made"):
         create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
@@ -111,7 +111,7 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Make the directory of a run with two domains."""
+    """Create the directory of a run with two domains; return its path."""
     table: dict[str, Any] = {
         "model": {"path": str(model_directory(tmp_path / "model"))},
         "domains": [{"name": "d", "source": "s"}, {"name": "e", "source": "s"}],
@@ -146,7 +146,7 @@ def test_report_shows_recipe_changes_made_on_resume(run_dir: Path) -> None:
     assert "resumed at step 3: run.steps = 45 (was 30)" in write_report(run_dir).html.read_text()
 
 
-def test_recipe_override_with_the_present_value_changes_nothing(run_dir: Path) -> None:
+def test_recipe_override_with_the_present_value_leaves_the_recipe_file_unchanged(run_dir: Path) -> None:
     before = (run_dir / "recipe.toml").read_text()
     assert changed(run_dir, "run.steps=30", "run.seed=0") == []
     assert (run_dir / "recipe.toml").read_text() == before
@@ -166,7 +166,7 @@ def test_recipe_override_with_the_present_value_changes_nothing(run_dir: Path) -
         ("evaluation.problems=3", "evaluation.problems cannot change .* could not be compared"),
     ],
 )
-def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_by_name(
+def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_with_the_name_of_the_key(
     run_dir: Path, override: str, reason: str
 ) -> None:
     before = (run_dir / "recipe.toml").read_text()
@@ -175,7 +175,7 @@ def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_by_name(
     assert (run_dir / "recipe.toml").read_text() == before, "nothing of it is changed"
 
 
-def test_key_changed_by_a_live_knob_cannot_be_changed_in_the_recipe(run_dir: Path) -> None:
+def test_recipe_key_whose_knob_was_changed_in_the_live_run_cannot_be_changed_on_resume(run_dir: Path) -> None:
     knobs = {"time": 1.0, "kind": "knobs", "changes": {"k": 9}, "who": "ada", "step": 2}
     (run_dir / "events.jsonl").write_text(json.dumps(knobs) + "\n")
     with pytest.raises(RecipeError, match=r"staleness.k was changed while the run was live.* knobs set .* k=…"):

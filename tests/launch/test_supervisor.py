@@ -1,4 +1,4 @@
-"""The supervisor with small real processes: deaths, restart budgets, deadlines, signals; no process is left behind."""
+"""The supervisor of a run's processes, with small real processes: deaths, restart budgets, deadlines and signals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _soon(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def test_completed_run_leaves_no_process(tmp_path: Path) -> None:
+def test_run_that_completes_leaves_no_process_behind(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     pid_file = tmp_path / "pid"
     service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
@@ -80,7 +80,7 @@ def test_completed_run_leaves_no_process(tmp_path: Path) -> None:
     assert is_free(port)
 
 
-def test_process_starts_after_its_dependencies_are_healthy(tmp_path: Path) -> None:
+def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
@@ -88,7 +88,7 @@ def test_process_starts_after_its_dependencies_are_healthy(tmp_path: Path) -> No
     assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
 
 
-def test_exhausted_restart_budget_fails_the_run_with_the_log(tmp_path: Path) -> None:
+def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spent(tmp_path: Path) -> None:
     flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
                   restarts=2)  # fmt: skip
     result, said = _run([flaky], tmp_path)
@@ -102,7 +102,7 @@ def test_exhausted_restart_budget_fails_the_run_with_the_log(tmp_path: Path) -> 
     ]
 
 
-def test_killed_process_is_restarted(tmp_path: Path) -> None:
+def test_supervisor_restarts_a_killed_process(tmp_path: Path) -> None:
     marker = tmp_path / "second"
     code = (
         f"import os, pathlib, signal; m = pathlib.Path({str(marker)!r})\n"
@@ -114,8 +114,8 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
     assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
-def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path: Path) -> None:
-    """One of two processes dies after both have started, which counts as one death."""
+def test_all_processes_of_a_group_are_restarted_if_one_of_them_dies(tmp_path: Path) -> None:
+    """One of a group's two processes dies after both have started, which counts as one death."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -136,7 +136,7 @@ def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path:
     assert (tmp_path / "apart").read_text() == "x"
 
 
-def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_path: Path) -> None:
+def test_finished_process_is_restarted_if_another_process_of_its_group_fails(tmp_path: Path) -> None:
     """Rank 1 has finished its work when rank 0, which belongs to the same trainer, fails; both are restarted."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
@@ -159,7 +159,7 @@ def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_p
     assert said == [died, "restarting rank-1 with it"]
 
 
-def test_process_that_finished_its_work_is_not_restarted(tmp_path: Path) -> None:
+def test_supervisor_does_not_restart_a_process_that_finished_its_work(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
@@ -168,7 +168,7 @@ def test_process_that_finished_its_work_is_not_restarted(tmp_path: Path) -> None
     assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
-def test_process_that_exits_with_a_user_error_is_not_restarted(tmp_path: Path) -> None:
+def test_supervisor_does_not_restart_a_process_that_exits_with_a_user_error(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
     result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
@@ -179,7 +179,7 @@ def test_process_that_exits_with_a_user_error_is_not_restarted(tmp_path: Path) -
     assert is_free(port)
 
 
-def test_process_that_starts_too_slowly_fails_the_run_and_is_named(tmp_path: Path) -> None:
+def test_run_fails_with_the_name_of_the_process_that_starts_too_slowly(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
     result, _ = _run([mute], tmp_path, start_timeout_s=0.6)
@@ -188,7 +188,7 @@ def test_process_that_starts_too_slowly_fails_the_run_and_is_named(tmp_path: Pat
     assert result.message.endswith("    loading")
 
 
-def test_missing_program_fails_the_run_and_is_named(tmp_path: Path) -> None:
+def test_run_fails_with_the_name_of_the_program_that_is_missing(tmp_path: Path) -> None:
     result, _ = _run([ProcessSpec(name="ghost", argv=("/no/such/program",), restarts=0)], tmp_path)
     assert result.outcome is RunOutcome.FAILED
     assert "/no/such/program" in result.message
@@ -222,7 +222,7 @@ def test_ctrl_c_stops_processes_in_order_and_prints_the_resume_command(tmp_path:
 def _interrupted_run(
     tmp_path: Path, main: str, *, suspend: Callable[[], bool], interrupts: int = 1, save_s: float = PATIENCE_S
 ) -> tuple[RunResult, list[str]]:
-    """Run a supervisor with one process whose end completes the run; send SIGINT as soon as the process prints."""
+    """Run a supervisor with one process, whose end completes the run; send SIGINT when the process has printed."""
     log = tmp_path / "logs" / "main.log"
     told = [0]
 
@@ -235,7 +235,7 @@ def _interrupted_run(
     return _run([spec], tmp_path, on_tick=interrupt, suspend=suspend, save_s=save_s)
 
 
-def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
+def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     main = (
         "import pathlib, time\nprint('up', flush=True)\n"
@@ -243,7 +243,7 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
     )
 
     def suspend() -> bool:
-        asked.touch(exist_ok=False)  # raises if the run is asked to suspend twice
+        asked.touch(exist_ok=False)  # raises if `suspend` is called twice
         return True
 
     result, said = _interrupted_run(tmp_path, main, suspend=suspend)
@@ -291,7 +291,7 @@ signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
     assert said == [] and log.read_text().split() == ["up", "done"]
 
 
-def test_second_ctrl_c_kills_all_processes_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     interrupted_at: list[float] = []
 
@@ -306,7 +306,7 @@ def test_second_ctrl_c_kills_all_processes_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - interrupted_at[0] < SOON_S
 
 
-def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
+def test_child_processes_of_a_supervised_process_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "grandchild"
     code = (
         "import subprocess, sys, os\n"
@@ -319,7 +319,7 @@ def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
 
 
 def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    """After `kill -9` of the supervisor, the kernel kills its children, and the reaper kills their children."""
+    """After `kill -9` of the supervisor, the kernel kills its children, a reaper process kills the grandchildren."""
     code = (
         "import subprocess, sys, os, time\n"
         f"child = subprocess.Popen([sys.executable, '-S', '-E', '-c', {SLEEP!r}])\n"
@@ -344,7 +344,7 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_exception_in_the_tick_callback_stops_all_processes(tmp_path: Path) -> None:
+def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_path: Path) -> None:
     seen: list[int] = []
     supervisor: Supervisor
 
@@ -361,7 +361,7 @@ def test_exception_in_the_tick_callback_stops_all_processes(tmp_path: Path) -> N
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_process_runs_only_on_the_cores_of_its_spec(tmp_path: Path) -> None:
+def test_supervised_process_runs_only_on_the_cpu_cores_in_its_specification(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     _run([_spec("main", code, on_exit=OnExit.COMPLETE, cpu=(core,))], tmp_path)
@@ -407,7 +407,7 @@ def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) ->
     return supervisor.run(), said
 
 
-def test_added_process_runs_and_stopped_process_ends(tmp_path: Path) -> None:
+def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def script(supervisor: Supervisor, _: list[str]) -> bool:
@@ -442,7 +442,7 @@ def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(
     assert not any(_alive(pid) for pid in seen)
 
 
-def test_run_continues_without_a_failed_spare_process(tmp_path: Path) -> None:
+def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path: Path) -> None:
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
 
     def script(supervisor: Supervisor, said: list[str]) -> bool:
@@ -456,7 +456,7 @@ def test_run_continues_without_a_failed_spare_process(tmp_path: Path) -> None:
     assert "no such type" in said[1]
 
 
-def test_process_with_a_name_in_use_is_rejected(tmp_path: Path) -> None:
+def test_adding_a_process_whose_name_is_in_use_is_rejected(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
     with pytest.raises(ValueError, match="must be unique, got 'main' again"):
         supervisor.add(_spec("main", SLEEP))
@@ -481,7 +481,7 @@ def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path:
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
 
-def test_run_end_from_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
+def test_end_of_the_run_on_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def tick() -> None:
@@ -528,7 +528,7 @@ def test_engine_added_during_a_run_has_its_own_type_and_exit_rule() -> None:
     assert requested.health == "http://127.0.0.1:5001/health" and requested.cpu == recipes.cpu
 
 
-def test_engine_that_several_statuses_request_is_started_once(tmp_path: Path) -> None:
+def test_engine_requested_by_several_status_messages_of_the_controller_is_started_once(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=nobody)
     for _ in range(2):
@@ -541,7 +541,7 @@ def test_engine_that_several_statuses_request_is_started_once(tmp_path: Path) ->
 
 
 def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
-    """The dead process needs its port again when it restarts."""
+    """A dead process of the recipe needs its port again when it restarts."""
     ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
@@ -561,9 +561,9 @@ def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_pat
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """Return the supervisor and engines of a launch on `count` GPUs, before any process is started.
+    """Return supervisor and engine processes of a launch on `count` GPUs, before any process is started, and two lists.
 
-    The two lists receive its announcements, and the names of the engines that it gives up.
+    The lists receive the supervisor's announcements, and the names of engines that are given up.
     """
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
@@ -585,7 +585,7 @@ def seen_by(supervisor: Supervisor, name: str) -> str:
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_get_free_gpus_and_release_them_when_they_end(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -594,7 +594,7 @@ def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: 
         "2",
         "3",
     ]
-    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # engine-1 was never started, so it ends immediately
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # frees its GPU immediately: engine-1 never started
     staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
     assert seen_by(supervisor, "engine-3") == "1"
     assert given_up == []
@@ -602,7 +602,7 @@ def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: 
 
 def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
-    supervisor._processes["engine-0"].state = State.STOPPING  # the state after SIGTERM
+    supervisor._processes["engine-0"].state = State.STOPPING  # SIGTERM was sent, and the process has not ended yet
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
     assert not supervisor.knows("engine-1"), "it waits for the device that is being given back"
     supervisor._processes["engine-0"].state = State.ENDED
@@ -611,7 +611,7 @@ def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_log_of_a_rejected_engine_names_the_missing_gpu(tmp_path: Path) -> None:
+def test_log_of_an_engine_for_which_no_gpu_is_free_says_which_processes_use_the_gpus(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
@@ -632,8 +632,8 @@ def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it
     assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
 
 
-def test_engine_gets_an_unused_gpu_before_a_shared_one(tmp_path: Path) -> None:
-    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 has GPU 0, the trainer GPU 2
+def test_engine_added_during_a_run_gets_an_unused_gpu_rather_than_a_shared_gpu(tmp_path: Path) -> None:
+    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 is on GPU 0, trainer on GPU 2
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "1"
 

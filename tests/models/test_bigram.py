@@ -1,4 +1,4 @@
-"""The bigram model's files: written, read back, and rejected if they hold another model."""
+"""Files of the bigram model can be written and read back; files that hold another model are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 
 
-def test_bigram_model_survives_saving_and_loading(tmp_path: Path) -> None:
+def test_bigram_model_is_unchanged_after_saving_and_loading(tmp_path: Path) -> None:
     model = BigramModel.random(7, seed=3, context_length=40)
     model.save(tmp_path)
     loaded = BigramModel.load(tmp_path)
@@ -41,7 +41,7 @@ def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path: Path
         (np.zeros(3, dtype=np.float32), r"\[3\]"),
     ],
 )
-def test_bigram_logits_of_another_shape_or_dtype_are_rejected(logits: np.ndarray, problem: str) -> None:
+def test_bigram_logits_that_are_no_square_matrix_in_float32_are_rejected(logits: np.ndarray, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         BigramModel(logits=logits)
 

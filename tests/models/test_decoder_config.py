@@ -1,4 +1,4 @@
-"""Reading of a decoder from config.json: current and older keys, and each feature that is rejected by name."""
+"""The JAX decoder's config is read from config.json, in current and older formats; unsupported features are named."""
 
 import json
 
@@ -24,7 +24,7 @@ def read(folder, table):
     return read_config(folder)
 
 
-def test_config_of_each_model_family_gives_its_biases_and_norms(tmp_path):
+def test_biases_and_norms_of_each_model_family_are_read_from_its_config(tmp_path):
     found = {}
     for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
         config.save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ LLAMA3 = {
         ),
     ],
 )
-def test_current_and_old_rotary_settings_are_read(table, rotary, tmp_path):
+def test_settings_of_rotary_embeddings_are_read_in_current_and_old_formats(table, rotary, tmp_path):
     assert read(tmp_path, OLD_LLAMA | table).rotary == rotary
 
 
@@ -91,12 +91,12 @@ def test_current_and_old_rotary_settings_are_read(table, rotary, tmp_path):
         ({"vocab_size": None}, "vocab_size in .* must be a whole number"),
     ],
 )
-def test_unsupported_decoder_features_are_rejected(table, sentence, tmp_path):
+def test_config_with_features_that_the_jax_decoder_does_not_support_is_rejected(table, sentence, tmp_path):
     with pytest.raises(ModelError, match=sentence):
         read(tmp_path, OLD_LLAMA | table)
 
 
-def test_unused_sliding_windows_are_accepted(tmp_path):
+def test_config_with_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):
     for table in (
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
@@ -105,7 +105,7 @@ def test_unused_sliding_windows_are_accepted(tmp_path):
         assert read(tmp_path, OLD_LLAMA | table).layers == 3
 
 
-def test_config_with_a_missing_key_or_file_is_rejected(tmp_path):
+def test_decoder_config_with_a_missing_key_or_file_is_rejected(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json must be a JSON object"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="is incomplete or damaged: 'hidden_size'"):

@@ -1,4 +1,4 @@
-"""Weights with a NaN or an infinity are rejected, in every dtype and by every reader."""
+"""Model weights with a NaN or an infinite value are rejected, in every dtype and by all code that reads weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_nan_and_infinity_are_detected_for_every_exponent(dtype: torch.dtype) -> None:
-    """Covers all 16-bit values; for longer dtypes, all upper 16 bits with a last bit of 0 or 1."""
+def test_nan_and_infinity_in_weights_are_detected_and_finite_values_of_every_exponent_are_accepted(
+    dtype: torch.dtype,
+) -> None:
+    """The test tries all values of a 16-bit dtype; of longer dtypes, all upper 16 bits, with the last bit 0 and 1."""
     width = torch.empty(0, dtype=dtype).element_size()
     upper = np.arange(2**16, dtype=f"u{width}") << 8 * width - 16
     words = np.concatenate([upper, upper | np.ones(1, upper.dtype)])
@@ -66,7 +68,7 @@ def read_by_jax(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("value", "dtype"), [(float("nan"), torch.bfloat16), (-float("inf"), torch.float16), (float("inf"), torch.float32)]
 )
-def test_every_reader_names_the_parameter_with_nan_or_infinity(
+def test_every_way_to_read_weights_names_the_parameter_that_contains_nan_or_infinity(
     tmp_path: Path, read: Callable[[Path], Any], value: float, dtype: torch.dtype
 ) -> None:
     path = spoilt(tmp_path / "model", value, dtype)
@@ -75,7 +77,7 @@ def test_every_reader_names_the_parameter_with_nan_or_infinity(
     assert "\n" not in str(refused.value)
 
 
-def test_large_model_is_checked_in_part_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_large_model_is_checked_for_nan_only_in_part_and_the_unchecked_bytes_are_counted(tmp_path: Path) -> None:
     path = spoilt(tmp_path / "model", float("nan"), torch.float32)
     size = sum(each.numel() * 4 for each in load_file(path / "model.safetensors").values())
     assert check_values(path, most_bytes=0) == size

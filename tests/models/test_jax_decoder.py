@@ -1,4 +1,4 @@
-"""The JAX decoder against Hugging Face's own, in fp32; loading and exporting; rejected directories."""
+"""The JAX decoder computes what Hugging Face's models compute (in fp32), and loads and exports their weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ CONFIGS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function from a name to a random model with large weights, biases and norms, and its directory."""
+    """Return a function that makes the random model of a name in `CONFIGS`, with large weights, biases and norms.
+
+    The function returns the model and the directory in which it is saved.
+    """
 
     def make(name):
         torch.manual_seed(3)
@@ -85,7 +88,7 @@ def test_jax_decoder_logprobs_equal_those_of_hugging_face(name, saved):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_exported_jax_weights_equal_the_saved_ones(name, saved):
+def test_weights_exported_from_the_jax_decoder_equal_the_loaded_weights(name, saved):
     model, path = saved(name)
     config, weights = loaded(path)
     got = exported(config, weights, dtype=np.float32)
@@ -96,7 +99,7 @@ def test_exported_jax_weights_equal_the_saved_ones(name, saved):
     assert layers == sorted(layers), "layer by layer"
 
 
-def test_sharded_and_bfloat16_files_are_loaded(saved):
+def test_jax_decoder_loads_weights_from_several_files_and_in_bfloat16(saved):
     model, path = saved("llama")
     model.to(torch.bfloat16).save_pretrained(path, max_shard_size="10KB")
     assert len(list(path.glob("model-*.safetensors"))) > 1
@@ -108,7 +111,7 @@ def test_sharded_and_bfloat16_files_are_loaded(saved):
         assert np.array_equal(got[name].astype(np.float32), parameter.float().detach().numpy())
 
 
-def test_stored_output_head_of_a_tied_model_is_not_loaded_separately(saved):
+def test_jax_decoder_does_not_load_the_stored_output_head_of_a_model_with_tied_embeddings(saved):
     _, path = saved("qwen2")
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path / "model.safetensors")
@@ -133,14 +136,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
-def test_weights_that_do_not_match_the_config_are_rejected(sentence, saved):
+def test_jax_decoder_rejects_weights_that_do_not_match_the_config(sentence, saved):
     _, path = saved("llama")
     save_file(BROKEN[sentence](load_file(path / "model.safetensors")), path / "model.safetensors")
     with pytest.raises(ModelError, match=sentence):
         loaded(path)
 
 
-def test_damaged_weight_file_is_rejected(saved):
+def test_jax_decoder_rejects_a_damaged_weight_file(saved):
     _, path = saved("llama")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -157,12 +160,12 @@ def test_damaged_weight_file_is_rejected(saved):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}, 0.45, 0.2),
     ],
 )
-def test_memory_share_is_passed_to_xla(
+def test_memory_share_of_the_recipe_is_passed_to_xla_unless_the_environment_sets_it(
     before: dict[str, str], share: float | None, asked_of_xla: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xla_client = pytest.importorskip("jaxlib.xla_client")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variable after the test
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     for name, value in before.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Mixtures of experts by their config.json."""
+"""The number of layers with experts, and of experts, is read from config.json of a mixture-of-experts model."""
 
 from __future__ import annotations
 
@@ -41,25 +41,29 @@ def written(path: Path, **table: Any) -> Path:
         ({"num_experts": None, "text_config": {**QWEN3, "num_hidden_layers": 3}}, 3),
     ],
 )
-def test_routing_shape_counts_only_layers_with_experts(changes: dict[str, Any], layers: int, tmp_path: Path) -> None:
+def test_number_of_routed_layers_in_a_config_counts_only_layers_with_experts(
+    changes: dict[str, Any], layers: int, tmp_path: Path
+) -> None:
     assert mixture_of(written(tmp_path, **{**QWEN3, **changes})) == RoutingShape(layers, experts=8, top_k=2)
 
 
 @pytest.mark.parametrize("changes", [{"num_experts": None}, {"num_experts": 1}, {"mlp_only_layers": [0, 1, 2, 3]}])
-def test_model_that_never_chooses_among_experts_is_not_a_mixture(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_model_that_never_chooses_among_experts_is_not_treated_as_a_mixture_of_experts(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     path = written(tmp_path, **{**QWEN3, **changes})
     assert mixture_of(path) is None
     with pytest.raises(ModelError, match="of type 'qwen3_moe', has no experts whose routing could be replayed"):
         replayed_routing(path)
 
 
-def test_routing_replay_of_unknown_routers_is_rejected(tmp_path: Path) -> None:
+def test_replaying_the_routing_of_a_model_with_unknown_routers_is_rejected(tmp_path: Path) -> None:
     assert replayed_routing(written(tmp_path, **QWEN3)) == RoutingShape(4, 8, 2)
     with pytest.raises(ModelError, match="olmoe, qwen2_moe, qwen3_moe, not for the routers of 'deepseek_v3'"):
         replayed_routing(written(tmp_path, **{**QWEN3, "model_type": "deepseek_v3"}))
 
 
-def test_incomplete_mixture_config_is_rejected(tmp_path: Path) -> None:
+def test_incomplete_config_of_a_mixture_of_experts_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot be read from config\.json: KeyError\('num_experts_per_tok'\)"):
         mixture_of(written(tmp_path, **{name: value for name, value in QWEN3.items() if name != "num_experts_per_tok"}))
 

@@ -1,4 +1,4 @@
-"""Model directories, tokenizers and the warm start, on real files."""
+"""Model directories, tokenizers and the warm start (supervised training of a small model), on real files."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def rewrite(file, **changes):
 
 
 def byte_level():
-    """Return a byte-level tokenizer, as large models have: its tokens can be parts of characters."""
+    """Return a byte-level tokenizer, as large models have, in which a token may be only a part of a character."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -84,13 +84,13 @@ def test_error_names_the_missing_file_of_a_model_directory(directory, lost):
         check_directory(directory)
 
 
-def test_unsupported_tokenizer_error_names_the_conversion(directory):
+def test_error_for_an_unsupported_tokenizer_names_the_command_that_converts_it(directory):
     (directory / "tokenizer.json").rename(directory / "vocab.json")
     with pytest.raises(ModelError, match=r"lacks tokenizer.json, .*AutoTokenizer.from"):
         check_directory(directory)
 
 
-def test_unknown_architecture_error_suggests_another_model_or_transformers_version(directory):
+def test_error_for_an_unknown_architecture_suggests_another_model_or_transformers_version(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "zorkmid"}))
     with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; use another model, or a transformers"):
@@ -134,14 +134,14 @@ def test_damaged_model_file_raises_a_model_error(directory, name):
         ChatTokenizer.load(directory)
 
 
-def test_weights_that_do_not_fit_the_config_are_rejected(directory):
+def test_torch_model_whose_weights_do_not_fit_its_config_is_rejected(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
     with pytest.raises(ModelError, match="do not fit"):
         load_model(directory)
 
 
-def test_tokenizer_round_trips_text_exactly(directory):
+def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
     tokenizer = ChatTokenizer.load(directory)
     for text in ("abc", " a  b\n", "1+2=3, (x) > y.", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -160,17 +160,17 @@ def test_plain_tokenizer_class_equals_the_auto_class_of_transformers(directory, 
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
-def test_unlisted_model_types_use_the_auto_class(directory, model_type):
+def test_tokenizer_of_a_model_type_that_is_not_listed_is_loaded_by_transformers_auto_class(directory, model_type):
     rewrite(directory / "config.json", model_type=model_type)
     assert tokenizer._reader(directory) is AutoTokenizer
 
 
-def test_custom_tokenizer_classes_use_the_auto_class(directory):
+def test_tokenizer_of_a_special_class_is_loaded_by_transformers_auto_class(directory):
     rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     assert tokenizer._reader(directory) is AutoTokenizer
 
 
-def test_chat_template_marks_roles_and_opens_the_answer(directory):
+def test_chat_template_of_the_small_models_marks_roles_and_begins_the_assistants_answer(directory):
     tokenizer = ChatTokenizer.load(directory)
     for kind in (Message, lambda role, content: ChatMessage(role=role, content=content)):
         ids = tokenizer.encode_chat([kind("system", "s"), kind("user", "u")])
@@ -186,27 +186,27 @@ def test_phrases_given_to_the_tokenizer_become_single_tokens():
     assert ids[0] == tokenizer.vocab_size - 1
 
 
-def test_end_tokens_include_those_of_the_generation_config(directory):
+def test_end_tokens_include_those_in_the_models_generation_config(directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     assert ChatTokenizer.load(directory).eos_token_ids == {0, 4, 5}
 
 
-def test_encoding_a_chat_without_a_chat_template_raises():
+def test_encoding_a_chat_raises_an_error_if_the_tokenizer_has_no_chat_template():
     with pytest.raises(ModelError, match=r"has no chat template, as a base model may; write one into chat_templ"):
         byte_level().encode_chat([Message("user", "a")])
 
 
 @pytest.mark.parametrize("text", ["héllo wörld", "日本語 text", "👩‍👩‍👧 family", "a\u00e9\n\n  b ", ""])
-def test_incremental_detokenizer_emits_whole_characters_that_add_up(text):
+def test_incremental_detokenizer_returns_only_whole_characters_that_together_form_the_text(text):
     tokenizer = byte_level()
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(i) for i in tokenizer.encode(text)] + [detokenizer.flush()]
     assert "".join(parts) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-    assert len(text.encode()) == len(text) or "" in parts[:-1]  # a multi-byte character was held back
+    assert len(text.encode()) == len(text) or "" in parts[:-1]  # parts of a character give ""
 
 
-def test_detokenizer_shows_an_incomplete_character_only_at_the_end():
+def test_incremental_detokenizer_returns_an_incomplete_character_only_at_the_end():
     tokenizer = byte_level()
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(i) for i in tokenizer.encode("a日")[:-1]]
@@ -215,14 +215,14 @@ def test_detokenizer_shows_an_incomplete_character_only_at_the_end():
     assert detokenizer.flush() == ""
 
 
-def test_detokenizer_eventually_emits_invalid_bytes():
+def test_incremental_detokenizer_does_not_hold_back_invalid_bytes_forever():
     tokenizer = byte_level()
-    bad = tokenizer.encode("日")[1]  # a UTF-8 continuation byte, which is invalid alone
+    bad = tokenizer.encode("日")[1]  # the token of a UTF-8 continuation byte, which alone is invalid
     detokenizer = tokenizer.detokenizer()
     assert any(detokenizer.push(bad) for _ in range(40))
 
 
-def test_random_decoder_is_a_pure_function_of_shape_and_seed():
+def test_weights_of_a_random_decoder_depend_only_on_its_shape_and_seed():
     first, again, other = (random_decoder(SHAPE, seed=s).state_dict() for s in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -258,7 +258,7 @@ def settings(**changes):
     )
 
 
-def test_warm_start_stops_in_the_accuracy_band_and_is_reproducible():
+def test_warm_start_stops_when_the_accuracy_is_in_the_given_range_and_is_reproducible():
     checks = []
     report = warm_start(settings(), checks.append)
     assert checks[-1].greedy_accuracy == report.greedy_accuracy >= 0.05
@@ -273,12 +273,12 @@ def test_warm_start_stops_in_the_accuracy_band_and_is_reproducible():
     ("changes", "message"),
     [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
 )
-def test_warm_start_fails_if_it_misses_the_accuracy_band(changes, message):
+def test_warm_start_fails_if_it_does_not_reach_or_jumps_over_the_given_range_of_accuracy(changes, message):
     with pytest.raises(ModelError, match=message):
         warm_start(settings(**changes))
 
 
-def test_accuracies_in_one_pass_agree_with_token_by_token_generation():
+def test_accuracy_computed_in_one_forward_pass_equals_that_of_token_by_token_generation():
     model, tokenizer = load_model(SHIPPED), ChatTokenizer.load(SHIPPED)
     source = open_source(
         "reasoning_gym:spell_backward",
@@ -328,7 +328,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_text_decoder_shows_special_tokens_and_shows_ids_if_there_is_no_tokenizer(tmp_path):
+def test_decoding_tokens_for_display_shows_special_tokens_or_else_ids_if_there_is_no_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

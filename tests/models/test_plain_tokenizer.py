@@ -1,4 +1,4 @@
-"""The tokenizer without transformers equals that library's own, and leaves unsupported directories to it."""
+"""The plain tokenizer, which does not import transformers, equals transformers' or leaves a directory to it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def taken(path: Path) -> PlainTokenizer | None:
 
 
 def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
-    """Return this project's and transformers' tokenizer of the same directory."""
+    """Return two tokenizers of the same directory: this project's and transformers'."""
     plain = taken(path)
     assert plain is not None
     return ChatTokenizer(plain, {4}), ChatTokenizer(plain.whole, {4})
 
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
-    """Return the tokens of the whole chat and those of the first message's text, with an error in place of either."""
+    """Return the tokens of the whole chat, and those of the first message's text; if one fails, its error message."""
     found: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
@@ -51,7 +51,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return MODELS / request.param
     made = word_tokenizer(TEXTS * 3, vocab=300) if request.param == "words" else char_tokenizer(phrases=("cat",))
     folder = tmp_path_factory.mktemp(request.param)
-    made.save_pretrained(str(folder))  # writes the chat template to a separate file
+    made.save_pretrained(str(folder))  # this also writes the chat template, to a separate file
     return folder
 
 
@@ -77,7 +77,9 @@ def test_plain_tokenizer_equals_transformers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [LOOKS, "{% generation %}a{% endgeneration %}", "{{ dict(a=1) }}", "{{ 1 / 0 }}"])
-def test_chat_template_sees_the_same_names_as_in_transformers(path: Path, template: str, tmp_path: Path) -> None:
+def test_chat_template_has_the_same_functions_and_variables_as_in_transformers(
+    path: Path, template: str, tmp_path: Path
+) -> None:
     copied = copytree(path, tmp_path / "model")
     (copied / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "é<a>'"}]
@@ -91,7 +93,7 @@ def test_chat_template_sees_the_same_names_as_in_transformers(path: Path, templa
         assert found[0] == found[1] and found[0]
 
 
-def test_unsupported_chats_are_left_to_transformers(path: Path, tmp_path: Path) -> None:
+def test_plain_tokenizer_leaves_template_variables_and_saving_to_transformers(path: Path, tmp_path: Path) -> None:
     ours, theirs = both(path)
     turns = [Message("user", "a")]
     assert ours.encode_chat(turns, {"thinking": True}) == theirs.encode_chat(turns, {"thinking": True})
@@ -117,7 +119,7 @@ def test_unsupported_chats_are_left_to_transformers(path: Path, tmp_path: Path) 
         ("added_tokens.json", {}),
     ],
 )
-def test_directories_with_unsupported_settings_are_left_to_transformers(
+def test_plain_tokenizer_leaves_directories_with_unsupported_settings_to_transformers(
     file: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
     copied = copytree(MODELS / "tiny_rlvr", tmp_path / "model")

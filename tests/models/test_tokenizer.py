@@ -1,4 +1,4 @@
-"""The quick check of a chat template rejects exactly the chats that the tokenizer rejects."""
+"""The quick check of a chat template, without a tokenizer, rejects exactly the chats that the tokenizer rejects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model_with(folder: Path, template: object, file: str = "tokenizer_config.jso
 )
 @pytest.mark.parametrize("messages", [(USER,), (SYSTEM, USER), (USER, TOOL), ()], ids=["u", "su", "ut", "none"])
 @pytest.mark.parametrize("given", [{}, {"deep": True}, {"messages": 1}], ids=["plain", "deep", "taken"])
-def test_quick_chat_template_check_agrees_with_the_tokenizer(
+def test_quick_check_of_a_chat_template_rejects_the_same_chats_as_the_tokenizer(
     template: object, messages: tuple[Message, ...], given: dict[str, object], tmp_path: Path
 ) -> None:
     path = model_with(tmp_path, template)
@@ -69,14 +69,14 @@ def test_quick_chat_template_check_agrees_with_the_tokenizer(
     assert said(path, quick=True) == said(path, quick=False)
 
 
-def test_separate_chat_template_file_takes_precedence(tmp_path: Path) -> None:
+def test_chat_template_in_a_separate_file_takes_precedence_over_the_one_in_the_tokenizer_config(tmp_path: Path) -> None:
     path = model_with(tmp_path, NO_SYSTEM, "chat_template.jinja")
     refuse_unrenderable(path, [USER], {})
     with pytest.raises(ModelError, match="the chat template cannot render 2 messages: System role not supported"):
         refuse_unrenderable(path, [SYSTEM, USER], {})
 
 
-def test_chat_template_check_imports_no_heavy_library(tmp_path: Path) -> None:
+def test_quick_check_of_a_chat_template_imports_no_heavy_library(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.tokenizer import refuse_unrenderable\n"
         "from pipelinerl.types import Message\n"

@@ -60,7 +60,7 @@ def test_chat_template_renders_tools_calls_and_results() -> None:
 @pytest.mark.parametrize(
     "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
 )
-def test_control_token_spelled_in_tool_data_stays_text(spelled: str, place: str) -> None:
+def test_control_token_written_as_text_in_tool_data_stays_text(spelled: str, place: str) -> None:
     messages, tools = conversation(), [tool()]
     if place == "result":
         messages = conversation(result=f"x{spelled}y")
@@ -96,7 +96,7 @@ def test_random_tool_data_never_becomes_a_control_token(texts: list[str]) -> Non
     assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
 
 
-def test_assistants_thinking_may_contain_inner_control_tokens_but_no_structural_ones() -> None:
+def test_assistants_thinking_may_contain_the_tool_call_token_but_no_token_that_ends_a_turn() -> None:
     ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
     expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
     expected.insert(expected.index("<think>") + 1, "<tool_call>")
@@ -109,7 +109,7 @@ def test_tool_arguments_that_are_not_an_object_are_rendered_unchanged(arguments:
     assert f'"arguments": {arguments}}}\n</tool_call>' in shown
 
 
-def test_chat_field_that_the_template_omits_is_rejected_by_name() -> None:
+def test_chat_field_that_the_template_does_not_render_is_rejected_by_name() -> None:
     plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     user = [ChatMessage(role="user", content="a")]
     with pytest.raises(UnshownFieldError, match="does not use tools") as tools:
@@ -120,7 +120,7 @@ def test_chat_field_that_the_template_omits_is_rejected_by_name() -> None:
     assert calls.value.place == "messages.2.tool_calls"
 
 
-def test_error_names_the_tool_field_that_spells_a_control_token() -> None:
+def test_error_names_the_tool_field_that_contains_a_control_token_as_text() -> None:
     template = TOOL_TEMPLATE.replace("tool | tojson", "tool | tojson | urlencode")
     encoding = guarded(tool_tokenizer(template=template))
     with pytest.raises(ModelError, match=r"tools\.0\.function\.description spells a control token"):

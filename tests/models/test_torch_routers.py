@@ -1,4 +1,4 @@
-"""Routers of each supported family: a replayed choice is used, with the router's own weights, and the router learns."""
+"""Replaying the experts that a router chose, for each supported model family: outputs and the router's gradient."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hidden_of(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.dtype) -> None:
+def test_replaying_a_routers_own_choice_of_experts_gives_bit_identical_outputs(model: Any, dtype: torch.dtype) -> None:
     assert torch_routers.shape_of(model) == ROUTING
     log = torch_routers.TorchRouteLog(model.to(dtype), ROUTING)
     log.is_on = True
@@ -53,8 +53,8 @@ def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.
         assert torch.equal(hidden_of(model), own)
 
 
-def test_router_learns_from_a_replayed_choice(model: Any) -> None:
-    """The weights of the replayed experts come from the router's logits, so the router gets a gradient."""
+def test_router_gets_a_gradient_when_its_choice_of_experts_is_replayed(model: Any) -> None:
+    """The weights of the replayed experts are computed from the router's logits, so the router gets a gradient."""
     replay = torch_routers.ReplayedRouters(model)
     replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
     hidden_of(model).sum().backward()
@@ -63,7 +63,7 @@ def test_router_learns_from_a_replayed_choice(model: Any) -> None:
 
 
 def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
-    """Files name each expert's matrices; a trainer holds, gathers and sends them as two parameters of a layer."""
+    """In files, each expert has matrices of its own; in a loaded model, a layer has all experts in two parameters."""
     model.save_pretrained(tmp_path)
     found = read_shape(tmp_path).parameters
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -72,5 +72,5 @@ def test_parameter_shapes_read_from_a_directory_equal_those_of_the_loaded_model(
     assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 
 
-def test_model_without_known_routers_has_no_routing_shape() -> None:
+def test_model_without_supported_routers_has_no_routing_shape() -> None:
     assert torch_routers.shape_of(torch.nn.Linear(2, 2)) is None

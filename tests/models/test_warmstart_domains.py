@@ -1,4 +1,4 @@
-"""The warm start by domain: a domain is trained until its reward is in the band, then rehearsed until all are."""
+"""The warm start with several domains trains each until its reward is in a given range, then only rehearses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problem(prompt: str, answer: str = "1") -> Problem:
 
 
 def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
-    """Return settings of two domains whose n-th check measures `rewards[n]`; later checks repeat the last entry."""
+    """Return warm start settings of two domains, in which the n-th check measures `rewards[n]`, later ones the last."""
     reported = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
     return DomainWarmStartSettings(
@@ -50,11 +50,11 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_within_its_reward_band_is_only_rehearsed_until_its_reward_falls_below_the_band() -> None:
+def test_domain_whose_reward_is_in_the_range_is_only_rehearsed_until_its_reward_falls_below_the_range() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
-    whole = checks[0].demonstrations["a"] // 2  # demonstrations that one domain trains per step
+    whole = checks[0].demonstrations["a"] // 2  # the number of demonstrations of each domain in a step
     shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
     assert whole >= 4 and whole % 4 == 0
     assert checks[1].demonstrations == {"a": 2 * whole + 2 * whole // 4, "b": 4 * whole}
@@ -71,7 +71,9 @@ def test_domain_within_its_reward_band_is_only_rehearsed_until_its_reward_falls_
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_warm_start_fails_if_a_domain_misses_its_reward_band(rewards: dict[str, float], message: str) -> None:
+def test_warm_start_fails_if_a_domains_reward_does_not_reach_or_jumps_over_the_range(
+    rewards: dict[str, float], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         warm_start_domains(settings(rewards))
 
@@ -82,9 +84,9 @@ def test_warm_start_with_the_same_settings_gives_the_same_weights() -> None:
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
 
-def test_sampled_answers_follow_the_models_probabilities_whatever_the_batch() -> None:
+def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_any_batch() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
-    model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
+    model.get_input_embeddings().weight.data *= 4  # makes the probabilities of tokens differ
     short, long = problem("7"), problem("12 and 345 and 6789")
     problems = [short, long] * 1500
     answers = sampled_answers(model, own, problems, max_tokens=1, seed=0)
@@ -99,9 +101,9 @@ def test_sampled_answers_follow_the_models_probabilities_whatever_the_batch() ->
             assert found == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
 
 
-def test_sampling_continues_up_to_the_end_token_or_max_tokens() -> None:
+def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
-    model.get_input_embeddings().weight.data *= 1000  # noise no longer matters: the likeliest token is sampled
+    model.get_input_embeddings().weight.data *= 1000  # so that always the likeliest token is sampled
     problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
     answers = sampled_answers(model, own, problems, max_tokens=9, seed=0)
     for each, answer in zip(problems, answers, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters that are read one by one equal those of a model that is loaded whole, to the bit."""
+"""Parameters that are read from files one by one are bit-identical to those of a model that is loaded whole."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-#: Models with tied embeddings, with untied ones and a scaled rope, with Conv1D layers, with embedding buffers, and with
-#: experts that are stored separately.
+#: In this order, models with tied embeddings; with untied embeddings and scaled RoPE; with Conv1D layers; with
+#: buffers for embeddings; with experts whose weights are stored separately.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(
@@ -85,7 +85,7 @@ def test_parameters_read_one_by_one_equal_those_of_a_loaded_model(name: str, par
         assert torch.equal(buffer, buffers[key]) and buffer.dtype == buffers[key].dtype, key
 
 
-def test_directory_that_stores_both_of_two_tied_parameters_must_be_loaded_whole(tmp_path: Path) -> None:
+def test_parameters_cannot_be_read_one_by_one_if_both_of_two_tied_parameters_are_stored(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -97,7 +97,7 @@ def test_directory_that_stores_both_of_two_tied_parameters_must_be_loaded_whole(
     assert torch.equal(reader.whole("model.embed_tokens.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_weight_reader_error_names_a_missing_file(tmp_path: Path) -> None:
+def test_error_for_a_missing_weight_file_names_the_file(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     reader = WeightReader.of(path, load_structure(path))
     assert reader is not None

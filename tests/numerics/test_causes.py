@@ -1,4 +1,4 @@
-"""The mismatch of engine and trainer log-probs in a step, by cause: compared with a plain loop and manual values."""
+"""Metrics of the difference between engine and trainer log-probs, by cause, equal a plain loop and manual values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.rng import generator
 from trainer_contract.types import Float32, MicroBatch
 
 
-def test_mismatch_statistics_match_manual_values():
+def test_statistics_of_the_logprob_mismatch_match_manual_values():
     ours = np.log(np.array([0.5, 0.5, 0.25, 1.0], dtype=np.float32))
     theirs = np.log(np.array([0.5, 0.25, 0.5, 1.0], dtype=np.float32))
     got = mismatch(ours, theirs)
@@ -27,13 +27,13 @@ def test_mismatch_statistics_match_manual_values():
 
 
 @pytest.mark.parametrize("size", [1, 2, 19, 100, 1001])
-def test_mismatch_quantiles_equal_numpy_quantiles(size):
+def test_quantiles_of_the_logprob_mismatch_equal_numpy_quantiles(size):
     ours, theirs = generator(size, "quantiles").normal(size=(2, size))
     got = mismatch(ours, theirs)
     np.testing.assert_allclose([got.p50, got.p95], np.quantile(np.abs(ours - theirs), [0.5, 0.95]), rtol=1e-12)
 
 
-def test_mismatch_of_no_tokens_is_zero_and_different_shapes_are_rejected():
+def test_logprob_mismatch_of_no_tokens_is_zero_and_different_shapes_are_rejected():
     nothing = mismatch(np.zeros(0), np.zeros(0))
     assert (nothing.num_tokens, nothing.max, nothing.k3, nothing.ess) == (0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="expected log-probs of the same tokens"):
@@ -45,7 +45,7 @@ HELD = 9
 
 @dataclass(frozen=True)
 class Token:
-    """One token, as the plain loop reads it; `version` is None for tokens that the environment wrote."""
+    """One token for the plain loop, with its log-probs; `version` is None for tokens that the environment wrote."""
 
     version: int | None
     behavior: float = 0.0
@@ -54,7 +54,7 @@ class Token:
 
 
 def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
-    """Return a micro-batch of the tokens, and the trainer's log-probs; those outside the loss mask are arbitrary."""
+    """Return a micro-batch of the tokens and the trainer's log-probs, which are arbitrary outside the loss mask."""
     tokens = [token for rollout in rollouts for token in rollout]
     sampled = np.array([token.version is not None for token in tokens])
     lengths = [len(rollout) for rollout in rollouts]
@@ -79,7 +79,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
 
 
 def random_rollouts(seed: int, count: int) -> list[list[Token]]:
-    """Return rollouts of one to three turns; within a rollout, the weight version sometimes increases, up to HELD."""
+    """Return rollouts of one to three turns; the model version sometimes increases within one, at most to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
     for _ in range(count):
@@ -96,7 +96,7 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
 
 
 def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
-    """Return the sampled tokens by the cause of their mismatch, and within a cause by rollout."""
+    """Return the sampled tokens by the cause of their mismatch: for each cause, a list of tokens per rollout."""
     found: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
         of: dict[str, list[Token]] = defaultdict(list)
@@ -117,7 +117,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
+def test_logprob_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -152,7 +152,7 @@ def test_mismatch_metrics_by_cause_agree_with_a_loop_over_tokens(seed: int, refe
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_shares_of_clipped_tokens_by_age_match_manual_values() -> None:
+def test_shares_of_clipped_tokens_by_token_age_match_manual_values() -> None:
     ages = [0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17]
     batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 20 - age) for age in ages)]])
     clipped = np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1], bool)
@@ -164,7 +164,7 @@ def test_shares_of_clipped_tokens_by_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_mismatch_metrics_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
+def test_logprob_mismatch_metrics_are_omitted_without_trained_tokens_versions_or_old_logprobs() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

@@ -1,4 +1,4 @@
-"""Dithered rounding to bfloat16: unbiased, deterministic by name, the same in numpy and torch."""
+"""Dithered rounding of weights to bfloat16: unbiased, determined by the parameter's name, equal in numpy and torch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def share(rounding: Rounding, update: torch.Tensor) -> float | None:
     return probe.share(before, probe.read())
 
 
-def test_numpy_and_torch_dither_identically() -> None:
+def test_dithered_rounding_is_identical_in_numpy_and_torch() -> None:
     ours = dither_torch.dithered(WEIGHTS, name="w").view(torch.int16).numpy()
     assert np.array_equal(ours, dither.dithered(WEIGHTS.numpy(), name="w").view(np.int16))
 
 
-def test_rows_of_a_shard_round_like_the_same_rows_of_the_whole_parameter() -> None:
+def test_dithered_rounding_of_a_shards_rows_equals_that_of_the_same_rows_in_the_whole_parameter() -> None:
     whole = dither_torch.dithered(WEIGHTS, name="w")
     assert torch.equal(dither_torch.dithered(WEIGHTS[1:], name="w", first=500_003), whole[1:])
 
 
-def test_weights_representable_in_bfloat16_and_infinities_are_unchanged() -> None:
+def test_dithered_rounding_leaves_infinities_and_weights_representable_in_bfloat16_unchanged() -> None:
     assert torch.equal(dither_torch.dithered(ON_THE_GRID, name="w").float(), ON_THE_GRID)
     ends = torch.tensor([float("inf"), float("-inf"), 0.0])
     assert torch.equal(dither_torch.dithered(ends, name="w").float(), ends)
 
 
 @pytest.mark.parametrize("size", [2e-5, 1e-6])
-def test_updates_below_half_a_spacing_survive_dithering_and_are_lost_by_nearest_rounding(size: float) -> None:
+def test_small_updates_survive_dithered_rounding_on_average_and_are_lost_by_rounding_to_nearest(size: float) -> None:
     update = size * torch.sign(torch.randn(WEIGHTS.shape, generator=torch.Generator().manual_seed(1)))
     fair, nearest = dither_torch.dithered(ON_THE_GRID + update, name="w"), (ON_THE_GRID + update).bfloat16()
     seen = [float(((each.float() - ON_THE_GRID) * update).sum() / (update * update).sum()) for each in (fair, nearest)]
     assert seen[0] == pytest.approx(1.0, abs=0.1) and seen[1] < 0.3
 
 
-def test_update_probe_distinguishes_lost_updates_from_dithered_updates() -> None:
+def test_measured_share_of_an_update_that_survives_rounding_is_small_without_dither_and_1_with_dither() -> None:
     update = 2e-5 * torch.ones_like(WEIGHTS)
     assert share(Rounding.NEAREST, update) == pytest.approx(0.1, abs=0.15)
     assert share(Rounding.DITHERED, update) == pytest.approx(1.0, abs=0.35)

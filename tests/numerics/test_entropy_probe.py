@@ -1,4 +1,4 @@
-"""Entropy probe: a mean over the mask, in numpy and torch, with zero gradients."""
+"""The entropy probe is an objective that only measures the mean entropy in the loss mask; its gradients are zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_entropy_probe_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_probe_records_no_entropies_of_masked_tokens_and_probes_compare_equal_whatever_they_record() -> None:
+def test_entropy_probe_records_only_tokens_in_the_loss_mask_and_its_records_do_not_affect_equality() -> None:
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
@@ -40,7 +40,7 @@ def test_entropy_probe_gradient_is_zero() -> None:
     assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
 
 
-def test_entropy_probe_survives_encoding_for_other_processes() -> None:
+def test_entropy_probe_is_equal_after_encoding_and_decoding_for_other_processes() -> None:
     probe = EntropyProbe()
     probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     made = decode_objective(encode_objective(probe))

@@ -1,4 +1,4 @@
-"""Log-probs in JAX against the definition in numpy, in one piece and in many."""
+"""Log-probs computed in JAX, in one piece or many, equal the definition in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_jax_logprobs_agree_with_the_definition():
         np.testing.assert_allclose(row.ravel(), measured(measure, distributions), rtol=1e-5, atol=1e-5)
 
 
-def test_number_of_pieces_does_not_change_jax_logprobs_or_gradients():
+def test_jax_logprobs_and_gradients_do_not_depend_on_the_number_of_pieces_of_the_computation():
     hidden, head, tokens, temperatures = columns()
     cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(3, R, C)).astype(np.float32))
 

@@ -1,4 +1,4 @@
-"""Log-probs: the definition against manual values, and torch's piecewise version against the definition."""
+"""Log-probs: the definition in numpy equals manual values, and torch's computation in pieces equals the definition."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_log_softmax_of_large_logits_does_not_overflow():
 
 @pytest.mark.parametrize("logits_at_once", [2**24, 22, 1])
 @pytest.mark.parametrize("tempered", [False, True])
-def test_piecewise_logprobs_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
+def test_logprobs_computed_in_pieces_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
     draw = generator(0, "logprobs")
     hidden, weight = draw.standard_normal((7, 4)), draw.standard_normal((11, 4))
     tokens, temperatures = draw.integers(0, 11, 7), draw.uniform(0.5, 2.0, 7) if tempered else np.ones(7)
@@ -54,7 +54,7 @@ def test_piecewise_logprobs_agree_with_the_definition_in_value_and_gradient(logi
 
 
 def head_gradients(dtype, pieces, *, vocab=600, width=32, count=256, bias=False):
-    """Return the gradients of hidden states and of a linear head, computed in `dtype` under autocast."""
+    """Return the gradients of hidden states and of a linear output layer (head), in `dtype`, in `pieces` pieces."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, width, generator=draw).bfloat16().float().requires_grad_()
     head = torch.nn.Linear(width, vocab, bias=bias)
@@ -73,8 +73,8 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
-    """Without the sum in fp32, the error would double from 1 piece to 128."""
+def test_bf16_gradient_of_the_output_layer_does_not_lose_precision_if_computed_in_more_pieces():
+    """If gradients were not summed in fp32, the error would double from 1 piece to 128."""
     expected = head_gradients(torch.float32, 1, bias=True)
     for pieces in (1, 2, 38, 128):
         found = head_gradients(torch.bfloat16, pieces, bias=True)
@@ -82,8 +82,8 @@ def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_gpu_and_cpu_ways_to_sum_gradient_products_agree(device):
-    """Both run on a CPU: `device` only selects the way of summing."""
+def test_ways_of_summing_gradient_products_for_gpu_and_cpu_agree(device):
+    """Both ways run on a CPU here; `device` only selects the way of summing."""
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]
     found = _Sum(torch.empty(9, 5), torch.bfloat16, device)
@@ -92,21 +92,21 @@ def test_gpu_and_cpu_ways_to_sum_gradient_products_agree(device):
     assert error(found.total, sum(left.T.float() @ right.float() for left, right in pairs)) <= 0.003
 
 
-def test_fp32_head_gradient_does_not_depend_on_the_number_of_pieces():
+def test_fp32_gradient_of_the_output_layer_does_not_depend_on_the_number_of_pieces():
     expected = head_gradients(torch.float32, 1, bias=True)
     assert max(map(error, head_gradients(torch.float32, 38, bias=True), expected)) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_bf16_head_gradient_is_precise_at_qwens_vocabulary_size():
+def test_bf16_gradient_of_the_output_layer_is_precise_at_qwens_vocabulary_size():
     sizes = {"vocab": 151_936, "width": 32, "count": 512}
     expected = head_gradients(torch.float32, 8, **sizes)
     found = head_gradients(torch.bfloat16, 128, **sizes)
     assert max(map(error, found, expected)) <= 0.003
 
 
-def test_bf16_head_gets_the_same_gradient_as_its_fp32_master():
+def test_output_layer_with_bf16_weights_gets_the_same_gradient_as_with_fp32_master_weights():
     draw = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(20, 8, generator=draw), torch.randint(0, 30, (20,), generator=draw)
     master = torch.nn.Linear(8, 30, bias=False)
@@ -126,14 +126,14 @@ def test_logprobs_of_half_precision_logits_are_computed_in_fp32():
     torch.testing.assert_close(got, torch.log_softmax(hidden.float(), -1)[:, 0])
 
 
-def test_measures_of_the_output_distribution_match_manual_values():
+def test_mean_logprob_and_entropy_of_the_output_distribution_match_manual_values():
     logprobs = np.log(np.array([[0.25, 0.75]]))
     assert measured(HeadMeasure.MEAN_LOGPROB, logprobs)[0] == pytest.approx((np.log(0.25) + np.log(0.75)) / 2)
     assert measured(HeadMeasure.ENTROPY, logprobs)[0] == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_measure_of_the_output_distribution_and_its_derivative_match_autograd(measure):
+def test_mean_logprob_and_entropy_of_the_output_distribution_and_their_derivatives_match_autograd(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)
@@ -146,7 +146,7 @@ def test_measure_of_the_output_distribution_and_its_derivative_match_autograd(me
 
 @pytest.mark.parametrize("logits_at_once", [2**24, 22])
 @pytest.mark.parametrize("tempered", [False, True])
-def test_piecewise_measures_of_the_output_distribution_agree_with_the_definition_in_value_and_gradient(
+def test_mean_logprob_and_entropy_computed_in_pieces_agree_with_the_definition_in_value_and_gradient(
     logits_at_once, tempered
 ):
     draw = generator(3, "measures")
@@ -172,8 +172,8 @@ def test_piecewise_measures_of_the_output_distribution_agree_with_the_definition
     np.testing.assert_allclose(h.grad, slopes @ weight, rtol=1e-4, atol=1e-5)
 
 
-def test_measuring_the_output_distribution_does_not_change_the_bits_of_logprobs():
-    """With other bits, the ratio between the gradient pass and the forward pass would not start at 1."""
+def test_computing_mean_logprob_and_entropy_does_not_change_the_bits_of_the_tokens_logprobs():
+    """If the bits differed, the ratio of the probabilities in gradient and forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
     alone, beside = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]

@@ -1,4 +1,4 @@
-"""The real engine and trainer give the same log-probs, with shared prompts, temperatures and an update in flight."""
+"""Engine and trainer compute the same log-probs, with shared prompts, temperatures and a weight update in flight."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def test_engine_and_trainer_logprobs_in_fp32_agree_for_every_token(tmp_path: Pat
 
 
 @pytest.mark.parametrize("head", HeadPrecision)
-def test_engine_and_trainer_logprobs_in_bf16_agree_at_p95(tmp_path: Path, head: HeadPrecision) -> None:
-    """Both heads have the same bound: on some processors, nearly all of the error comes from hidden states."""
+def test_engine_and_trainer_logprobs_in_bf16_agree_for_95_percent_of_the_tokens(
+    tmp_path: Path, head: HeadPrecision
+) -> None:
+    """The bound is the same for both precisions of the output layer: on some CPUs hidden states cause the error."""
     assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
 
 
 @pytest.mark.parametrize("head", HeadPrecision)
 @pytest.mark.parametrize("precision", Precision)
-def test_batch_invariant_engine_and_trainer_have_equal_bits(
+def test_engine_and_trainer_with_batch_invariant_kernels_have_bit_identical_logprobs(
     tmp_path: Path, precision: Precision, head: HeadPrecision
 ) -> None:
     parity = found(tmp_path, precision, head, Kernels.BATCH_INVARIANT)

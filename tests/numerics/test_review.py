@@ -1,4 +1,4 @@
-"""A run's review and advice: metrics and shares against manual values, one run per rule, and a run without advice."""
+"""The review of a run's log-prob mismatch metrics matches manual values, and gives the advice of each rule when due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 
 
 def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
-    """Return a step event; `causes` maps a mismatch cause to its metrics, and metrics that are not given are 0."""
+    """Return a step event; `causes` maps each mismatch cause to its metrics; metrics that are not given are 0."""
     event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
     for cause, figures in causes.items():
         event[f"mismatch_{cause}_share"] = 1 / len(causes)
@@ -35,7 +35,7 @@ def advice_on(**step_fields: Any) -> list[Advice]:
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_review_of_a_metric_matches_manual_values() -> None:
+def test_review_of_a_mismatch_metric_matches_manual_values() -> None:
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
     found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
@@ -50,7 +50,7 @@ def test_share_of_a_mismatch_cause_is_averaged_over_all_steps() -> None:
     assert {cause: each.share for cause, each in found.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
 
 
-def test_shares_by_token_age_are_means_over_tokens() -> None:
+def test_shares_by_token_age_in_the_review_are_means_over_tokens() -> None:
     found = reviewed(
         step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
         step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
@@ -90,7 +90,7 @@ def test_each_advice_rule_applies_only_to_its_own_finding(fields: dict[str, Any]
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
-def test_updates_lost_to_rounding_are_summed_over_steps(shares: list[float], behind: float) -> None:
+def test_review_sums_the_updates_that_were_lost_to_rounding_over_steps(shares: list[float], behind: float) -> None:
     found = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
     assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
 
@@ -102,7 +102,7 @@ def test_advice_on_lost_updates_replaces_advice_on_head_precision() -> None:
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 
-def test_advice_on_negative_k1_is_given_only_beyond_noise() -> None:
+def test_advice_about_a_negative_k1_is_given_only_if_k1_is_beyond_noise() -> None:
     def findings(k1: float) -> list[str]:
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
 
@@ -117,8 +117,8 @@ def test_advice_is_ordered_by_importance() -> None:
 
 
 @pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
-def test_objectives_named_in_advice_are_valid(grad1: object) -> None:
-    """The advice is written in valid recipe syntax, so a recipe can be built from it."""
+def test_objectives_suggested_by_advice_are_valid(grad1: object) -> None:
+    """The objective that an advice suggests is written in recipe syntax, so the test can put it into a recipe."""
     (numerics,) = advice_on(numerics={"contradictions": 0.01})
     (staleness,) = advice_on(staleness={"p95": 0.2})
     for advice in (numerics, staleness):

@@ -1,4 +1,4 @@
-"""Routed expert numbers as arrays and in wire format."""
+"""Numbers of routed experts, as arrays and in the format in which they are sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_expert_numbers_round_trip_through_the_wire_format(dtype: Any) -> None:
+def test_expert_numbers_are_unchanged_after_encoding_for_sending_and_decoding(dtype: Any) -> None:
     routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
     sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
     np.testing.assert_array_equal(off_the_wire(sent), routed)
@@ -40,6 +40,6 @@ def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: di
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_token_of_a_context_has_expert_numbers_of_zero() -> None:
+def test_first_token_of_a_context_which_has_no_routing_gets_expert_numbers_of_zero() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

@@ -1,4 +1,4 @@
-"""Batch-invariant layers: the same bits in every batch, and the values and gradients of ordinary layers."""
+"""Batch-invariant layers give the same bits in every batch, and the values and gradients of ordinary layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def conversation(length: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query [1, HEADS, T, WIDTH], key and value of one sequence; a longer one begins like a shorter one."""
+    """Return query [1, HEADS, T, WIDTH], key and value; a longer sequence of the same seed begins with the shorter."""
     whole = [drawn(1, 300, heads, WIDTH, dtype=dtype, seed=seed + n) for n, heads in enumerate((HEADS, 2, 2))]
     return tuple(each[:, :length].transpose(1, 2) for each in whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "outer"), [(64, 57), (128, 64), (576, 96)])
-def test_a_rows_product_has_the_same_bits_among_any_number_of_rows(dtype: torch.dtype, inner: int, outer: int) -> None:
+def test_batch_invariant_matrix_product_of_a_row_has_the_same_bits_for_any_number_of_rows(
+    dtype: torch.dtype, inner: int, outer: int
+) -> None:
     x, weight, bias = drawn(700, inner, dtype=dtype), drawn(outer, inner, dtype=dtype), drawn(outer, dtype=dtype)
     whole = torch_batch_invariant.product(x, weight, bias)
     torch.testing.assert_close(whole, linear(x, weight, bias), rtol=1e-2, atol=1e-2)
@@ -35,7 +37,9 @@ def test_a_rows_product_has_the_same_bits_among_any_number_of_rows(dtype: torch.
 
 @pytest.mark.parametrize("window", [None, 20, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_attention_equals_softmax_of_masked_scores(window: int | None, softcap: float | None) -> None:
+def test_batch_invariant_attention_equals_the_softmax_of_masked_scores(
+    window: int | None, softcap: float | None
+) -> None:
     query, key, value = conversation(150)
     got = torch_batch_invariant.attend(
         query, key, value, torch.arange(150)[None], window=window, scale=SCALE, softcap=softcap
@@ -51,7 +55,7 @@ def test_attention_equals_softmax_of_masked_scores(window: int | None, softcap: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_tokens_attention_has_the_same_bits_in_decode_prefill_and_training(
+def test_batch_invariant_attention_of_a_token_has_the_same_bits_in_decode_prefill_and_training(
     dtype: torch.dtype, window: int | None
 ) -> None:
     length = 200
@@ -62,7 +66,7 @@ def test_a_tokens_attention_has_the_same_bits_in_decode_prefill_and_training(
     pair = [torch.cat(each) for each in zip((query, key, value), others, strict=True)]
     assert torch.equal(torch_batch_invariant.attend(*pair, positions, window=window, scale=SCALE)[0], whole)
     for at in (0, 1, 63, 64, 130, 199):
-        short = (each[:, :, : at + 1] for each in (key, value))  # a decode step: one query over the tokens so far
+        short = (each[:, :, : at + 1] for each in (key, value))  # as in a decode step
         (alone,) = torch_batch_invariant.attend(
             query[:, :, at : at + 1], *short, torch.tensor([[at]]), window=window, scale=SCALE
         )
@@ -71,7 +75,7 @@ def test_a_tokens_attention_has_the_same_bits_in_decode_prefill_and_training(
     assert torch.equal(late, whole[96:]), "a prefill that continues a cached beginning"
 
 
-def test_gradients_of_attention_are_those_of_torch() -> None:
+def test_gradients_of_batch_invariant_attention_equal_those_of_torchs_attention() -> None:
     inputs = [each.clone().requires_grad_() for each in conversation(90)]
     slope = drawn(1, 90, HEADS, WIDTH, seed=9)
     torch_batch_invariant.attend(*inputs, torch.arange(90)[None], window=None, scale=SCALE).backward(slope)
@@ -82,6 +86,6 @@ def test_gradients_of_attention_are_those_of_torch() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
 
 
-def test_probe_detects_results_that_depend_on_the_batch() -> None:
+def test_probe_for_batch_invariance_detects_results_that_depend_on_the_batch() -> None:
     assert torch_batch_invariant.probed(lambda count: 1.0)
     assert not torch_batch_invariant.probed(lambda count: 1.0 if count < 17 else 1.0 + 2**-52)

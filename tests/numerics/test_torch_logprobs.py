@@ -1,4 +1,4 @@
-"""The fp32 output layer: exact products, the engines' weights, and an unrounded gradient."""
+"""The output layer in fp32 computes exact products of the engines' rounded weights, with an unrounded gradient."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pipelinerl.numerics import torch_logprobs
 
 
 class Model:
-    """The parts of a Hugging Face model that the output layer needs."""
+    """A fake Hugging Face model with only the methods that the output layer needs."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.get_output_embeddings = lambda: head
@@ -44,7 +44,7 @@ def test_fp32_output_layers_of_engine_and_trainer_give_the_same_logits(bias):
     assert (engine.weight.double() - trainer.weight.double()).abs().max() > 1e-3, "rounding must matter"
 
 
-def test_output_layer_gradient_ignores_rounding_of_the_weights():
+def test_gradient_of_the_fp32_output_layer_ignores_the_rounding_of_its_weights():
     layer = head(torch.float32, bias=False)
     torch_logprobs.to_fp32(Model(layer), served=torch.bfloat16)
     coefficients = torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
@@ -52,13 +52,13 @@ def test_output_layer_gradient_ignores_rounding_of_the_weights():
     torch.testing.assert_close(layer.weight.grad, coefficients.T @ HIDDEN, rtol=1e-6, atol=1e-6)
 
 
-def test_output_layer_that_serves_fp32_weights_is_unchanged():
+def test_output_layer_is_left_unchanged_if_engines_get_fp32_weights():
     plain, exact = head(torch.float32, bias=True), head(torch.float32, bias=True)
     torch_logprobs.to_fp32(Model(exact), served=torch.float32)
     assert torch.equal(plain(HIDDEN), exact(HIDDEN))
 
 
-def test_replaced_weights_are_used_by_the_output_layer():
+def test_fp32_output_layer_uses_new_weights_after_they_were_replaced():
     layer = head(torch.float32, bias=False)
     torch_logprobs.to_fp32(Model(layer), served=torch.float32)
     before = layer(HIDDEN)

@@ -1,4 +1,4 @@
-"""Fixture of random micro-batches as columns of numpy float64."""
+"""Fixture that builds random micro-batches; each input of the objective is a numpy float64 array, called a column."""
 
 import numpy as np
 import pytest

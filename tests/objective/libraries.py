@@ -1,4 +1,4 @@
-"""Evaluation of one objective in three array libraries, in float64, with values and gradients as numpy."""
+"""Evaluate an objective in numpy, torch or JAX, in float64; losses and gradients are returned as numpy arrays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Evaluated(NamedTuple):
 
 
 def in_numpy(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """Evaluate in numpy, with the closed-form gradient."""
+    """Evaluate the objective in numpy, with its closed-form gradient."""
     return Evaluated(float(objective.evaluate(logprobs, columns)), objective.prediction_gradient(logprobs, columns))
 
 
 def in_torch(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """Evaluate in torch, with the gradient by autograd."""
+    """Evaluate the objective in torch, with the gradient from autograd."""
     variable = torch.from_numpy(logprobs).requires_grad_()
     loss = objective.evaluate(variable, as_torch(columns))
     loss.backward()
@@ -34,7 +34,7 @@ def in_torch(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str
 
 
 def in_jax(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """Evaluate in JAX, with the gradient by automatic differentiation, compiled as in a trainer."""
+    """Evaluate the objective in JAX, compiled as in a trainer, with the gradient from automatic differentiation."""
     segments = columns["num_segments"]
     with jax.enable_x64(True):
         arrays = {name: jnp.asarray(column) for name, column in columns.items() if isinstance(column, np.ndarray)}
@@ -48,7 +48,7 @@ def in_jax(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, 
 
 
 def as_torch(columns: dict[str, Any]) -> dict[str, Any]:
-    """Convert arrays to tensors."""
+    """Convert numpy columns to torch tensors."""
     return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in columns.items()}
 
 

@@ -1,6 +1,6 @@
-"""Oracles: the surrogates of the papers, each written as loops over rollouts and tokens from its own formula.
+"""Oracles: the surrogate objectives J of the papers, each written from its printed formula as loops over tokens.
 
-No code is shared with the objective's slots: torch differentiates each formula as printed. J is maximised. The columns
+No code is shared with the objective under test: torch differentiates each formula as printed. J is maximised. The lists
 of a rollout cover only its sampled tokens. `theta` are the current log-probs, differentiable; `mu` the sampler's; `old`
 the recomputed ones; `ref` the reference's. In the formulas, r = π_θ/μ is the ratio of a token, and r_i that of a whole
 rollout o_i; R is the reward, A the advantage, |o_i| the rollout's length, G the number of rollouts in a group, B and N
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequence:
-    """One rollout."""
+    """One rollout: its reward, and one entry for each sampled token in each list and tensor."""
 
     reward: float
     theta: Tensor
@@ -28,7 +28,7 @@ class Sequence:
     ref: list[float]
     values: list[float]
     parts: list[tuple[float, float]]
-    """Terms of the reward, each (reward, weight)."""
+    """Terms of the reward, each a pair (reward, weight)."""
     everything: Tensor
     """Current log-probs of the whole vocabulary at each token, [N, V]; variables independent of theta."""
 

@@ -39,7 +39,7 @@ RULES = [
 
 
 def computed(rule, *, columns, what="advantages", **rollouts):
-    """Apply a method of an advantage rule to these rollouts."""
+    """Call the method `what` of an advantage rule on these rollouts."""
     return getattr(rule, what)(Scored(**rollouts), columns)
 
 
@@ -49,7 +49,7 @@ def columns_of(rule, size):
 
 
 def per_rollout(tokens, lengths=LENGTHS):
-    """Return the advantage that all tokens of a rollout share."""
+    """Check that all tokens of each rollout have the same advantage; return one advantage per rollout."""
     parts = np.split(tokens, np.cumsum(lengths)[:-1])
     assert all((part == part[0]).all() for part in parts)
     return np.array([part[0] for part in parts])
@@ -60,17 +60,17 @@ def advantages(rewards=REWARDS, valid=VALID, **fields):
     return per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
 
 
-def test_group_relative_advantages_with_mean_and_std_match_manual_values():
+def test_group_relative_advantages_with_mean_and_std_match_hand_computed_numbers():
     got = advantages(epsilon=0.0)
     np.testing.assert_allclose(got, [1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
 
 
-def test_group_relative_advantages_with_mean_only_match_manual_values():
+def test_group_relative_advantages_with_mean_only_match_hand_computed_numbers():
     np.testing.assert_allclose(advantages(scale=Scale.NONE), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
 
 
-def test_leave_one_out_advantages_match_manual_values():
-    # 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
+def test_leave_one_out_advantages_match_hand_computed_numbers():
+    # Each reward minus the mean of the group's others: 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
     got = advantages(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
     np.testing.assert_allclose(got, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 4.0, -4.0])
 
@@ -79,7 +79,7 @@ def test_advantages_without_baseline_and_scale_equal_the_rewards():
     np.testing.assert_allclose(advantages(baseline=Baseline.NONE, scale=Scale.NONE), REWARDS)
 
 
-def test_mean_scale_divides_by_the_success_rate_and_ignores_groups_without_success():
+def test_mean_scale_divides_advantages_by_the_groups_mean_reward_and_gives_0_if_that_mean_is_0():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     np.testing.assert_allclose(advantages(rewards, scale=Scale.MEAN), [1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
 
@@ -93,7 +93,7 @@ def decoupled(parts, rewards=REWARDS, valid=VALID):
 
 
 def test_reward_parts_are_normalised_separately_and_then_weighted():
-    """In group 7, the normalised parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1), whatever the units of the parts."""
+    """In group 7, the normalised and weighted reward parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1) in any unit."""
     parts = [[("right", r, 1.0), ("length", 100.0 * (1 - r), -0.5)] for r in (1, 0, 0, 1, 1, 0)]
     got = decoupled(parts)
     np.testing.assert_allclose(got, [1, -1, -1, 1, 1, -1])
@@ -115,7 +115,7 @@ def test_rollout_without_a_reward_part_is_excluded_from_the_mean_of_that_part():
     np.testing.assert_allclose(got, raw / raw.std())
 
 
-def test_batch_scale_normalises_advantages_over_tokens():
+def test_batch_scale_whitens_advantages_over_all_tokens_of_the_batch():
     """REINFORCE++ Eq. 11 and 12 normalise over tokens, so long rollouts count for more."""
     got = advantages(scale=Scale.BATCH, epsilon=0.0)
     tokens = np.repeat([0.5, -0.5, -0.5, 0.5, 2.0, -2.0], LENGTHS)
@@ -123,7 +123,7 @@ def test_batch_scale_normalises_advantages_over_tokens():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_unjudged_rollout_does_not_affect_other_advantages(rule):
+def test_rollout_that_could_not_be_judged_does_not_affect_the_advantages_of_other_rollouts(rule):
     valid = np.array([True, True, False, True, True, True])
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
@@ -141,7 +141,7 @@ def test_unjudged_rollout_does_not_affect_other_advantages(rule):
     np.testing.assert_allclose(got[judged], without, atol=1e-12)
 
 
-def test_equal_rewards_and_single_rollouts_have_zero_advantage():
+def test_advantages_are_zero_in_a_group_with_equal_rewards_or_with_a_single_rollout():
     equal = advantages(np.full(6, 0.3))
     np.testing.assert_allclose(equal, 0.0, atol=1e-9)
     alone = np.array([True, False, False, False, False, False])
@@ -150,7 +150,7 @@ def test_equal_rewards_and_single_rollouts_have_zero_advantage():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantage_rules_accept_empty_and_unjudged_batches(kind):
+def test_advantage_rules_accept_a_batch_without_rollouts_and_one_whose_rollouts_could_not_be_judged(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
     empty = computed(
         rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
@@ -163,7 +163,7 @@ def test_advantage_rules_accept_empty_and_unjudged_batches(kind):
 
 
 @pytest.mark.parametrize(("metric", "kept"), [(Metric.SHORTEST, [1, 2, 4, 5]), (Metric.TOKEN_EFFICIENCY, [0, 3, 4, 5])])
-def test_group_filter_trains_only_the_best_rollouts(metric, kept):
+def test_group_filter_gives_advantages_only_to_the_best_rollouts_of_each_group_by_the_filters_metric(metric, kept):
     rewards = np.array([1.0, 0.0, 0.5, 1.0, 5.0, 1.0]) if metric is Metric.SHORTEST else np.array([2.0, 0, 0, 1, 5, 1])
     rule = GroupFiltered(keep=2, metric=metric, epsilon=0.0)
     got = per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
@@ -174,7 +174,7 @@ def test_group_filter_trains_only_the_best_rollouts(metric, kept):
     np.testing.assert_allclose(got, expected)
 
 
-def test_reward_to_go_is_discounted_reward_minus_future_kl():
+def test_reward_to_go_is_the_discounted_sum_of_later_rewards_minus_their_kl_costs():
     rule = RewardToGo(discount=0.5, kl=0.1)
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
     got = computed(
@@ -185,13 +185,13 @@ def test_reward_to_go_is_discounted_reward_minus_future_kl():
         valid=np.ones(2, bool),
         columns=columns,
     )
-    # KL costs are 0.1, 0, −0.2: the second token gets 4, the first half of that minus 0.1; the other rollout 1 + 0.2.
+    # KL costs 0.1, 0, −0.2. First rollout: 4 − 0 at its last token, 0.5·4 − 0.1 before it. Second rollout: 1 + 0.2.
     np.testing.assert_allclose(got, [1.9, 4.0, 1.2])
     assert rule.needs == {"old_logprobs", "ref_logprobs"} and RewardToGo().needs == frozenset()
 
 
 @pytest.mark.parametrize("whitening", Whitening)
-def test_gae_equals_its_definition_as_loops(whitening):
+def test_gae_advantages_equal_a_loop_over_the_definition(whitening):
     rule = GAE(discount=0.9, trace=0.7, kl=0.2, whitening=whitening, epsilon=0.0)
     columns = columns_of(rule, LENGTHS.sum())
     arguments = {"rewards": REWARDS, "groups": GROUPS, "lengths": LENGTHS, "valid": VALID, "columns": columns}
@@ -225,7 +225,7 @@ def test_gae_with_lambda_one_equals_return_minus_value():
     np.testing.assert_allclose(computed(rule, what="returns", **arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
 
 
-def test_advantages_skip_rollouts_without_sampled_tokens():
+def test_rollouts_without_sampled_tokens_get_no_advantages():
     lengths = np.array([2, 0, 1, 0])
     got = computed(
         RewardToGo(),
@@ -264,7 +264,7 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
 
 
 def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
-    """Compute the advantages by loops; `go(i, k)` is the reward credited to turn k of rollout i."""
+    """Compute each turn's advantage in loops; `go(i, k)` is the reward credited to turn k of rollout i."""
     found = []
     for i, one in enumerate(episodes):
         for k in range(len(one)):
@@ -283,7 +283,7 @@ def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
 
 
 def to_go(i, k):
-    """Return rollout i's reward from turn k on; reward that was assigned to no turn belongs to the last turn."""
+    """Return rollout i's reward from turn k on; reward that was assigned to no turn is credited to the last turn."""
     rest = TOTALS[i] - sum(reward for _, reward in EPISODES[i])
     return sum(reward for _, reward in EPISODES[i][k:]) + rest
 
@@ -296,9 +296,9 @@ MUTANTS = {
 }
 
 
-def test_turn_credit_matches_hand_computed_numbers():
-    """In group 0, the rewards to go of turn 0 are 0.75, 1 and 1.25 with mean 1, those of turn 1 are 0.25, 1 and 1.25
-    with mean 5/6, and only one rollout has a turn 2.
+def test_advantages_with_turn_credit_match_hand_computed_numbers():
+    """In group 0, the three rollouts' rewards to go are 0.75, 1 and 1.25 from turn 0 on, with mean 1, and 0.25, 1 and
+    1.25 from turn 1 on, with mean 5/6. Only one rollout has a turn 2.
     """
     got = by_turns(scale=Scale.NONE)
     mean = 2.5 / 3
@@ -308,7 +308,7 @@ def test_turn_credit_matches_hand_computed_numbers():
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
 @pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
-def test_turn_credit_equals_its_definition_and_differs_from_wrong_variants(baseline, scale, valid):
+def test_turn_advantages_equal_a_loop_over_the_definition_and_differ_from_wrong_definitions(baseline, scale, valid):
     valid = np.array(valid)
     rewards = np.where(valid, TOTALS, np.nan)
     got = by_turns(rewards, valid, baseline=baseline, scale=scale)
@@ -319,7 +319,7 @@ def test_turn_credit_equals_its_definition_and_differs_from_wrong_variants(basel
         assert np.abs(got - wrong).max() > 0.05, name
 
 
-def test_turn_baseline_averages_the_same_turn_and_not_all_turns_of_the_group():
+def test_turn_baseline_is_the_mean_over_the_same_turn_of_each_rollout_and_not_over_all_turns():
     got = by_turns(scale=Scale.NONE)
     group = np.array([to_go(i, k) for i in range(3) for k in range(len(EPISODES[i]))])
     assert np.abs(got[:7] - (group - group.mean())).max() > 0.05
@@ -327,20 +327,20 @@ def test_turn_baseline_averages_the_same_turn_and_not_all_turns_of_the_group():
 
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", Scale)
-def test_turn_credit_of_single_turns_equals_episode_credit(baseline, scale):
+def test_advantages_with_turn_credit_and_episode_credit_are_equal_if_every_rollout_has_one_turn(baseline, scale):
     single = [[(int(length), float(reward))] for length, reward in zip(LENGTHS, REWARDS, strict=True)]
     got = by_turns(REWARDS, VALID, single, GROUPS, baseline=baseline, scale=scale)
     np.testing.assert_allclose(got, advantages(baseline=baseline, scale=scale), atol=1e-12)
 
 
-def test_turn_credit_does_not_compare_turns_of_different_agents():
+def test_advantages_with_turn_credit_compare_a_turn_only_with_turns_of_the_same_agent():
     episodes = [[(1, 0.0, "main"), (1, 5.0, "critic")], [(1, 0.0, "main"), (1, 1.0, "main")]]
     got = by_turns(np.array([5.0, 1.0]), None, episodes, np.zeros(2, int), scale=Scale.NONE)
     np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
 
 
 def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
-    """Return the token advantages that `rule` computes with credit by turns."""
+    """Return the advantage of each token that `rule` computes, where each turn is credited with its own rewards."""
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
     return computed(
         rule,
@@ -353,14 +353,14 @@ def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
     )
 
 
-def test_undiscounted_return_by_turns_is_the_reward_to_go_of_each_turn():
+def test_undiscounted_return_of_a_token_is_the_reward_from_its_turn_on():
     wanted = [to_go(i, k) for i, one in enumerate(EPISODES) for k, (tokens, _) in enumerate(one) for _ in range(tokens)]
     np.testing.assert_allclose(credited(RewardToGo(credit=Credit.TURNS)), wanted, atol=1e-12)
     invalid = credited(RewardToGo(credit=Credit.TURNS), np.full(5, np.nan), np.zeros(5, bool))
     assert (invalid == 0).all()
 
 
-def test_discount_counts_tokens_from_the_end_of_each_turn():
+def test_reward_of_a_turn_is_discounted_by_the_number_of_tokens_until_the_end_of_that_turn():
     got = credited(RewardToGo(discount=0.5, credit=Credit.TURNS))[:6]
     # Rewards of the first rollout: 0.5 at token 1, 0 at token 2, 0.25 at token 5, which ends the rollout.
     earned = [0.0, 0.5, 0.0, 0.0, 0.0, 0.25]
@@ -373,7 +373,7 @@ def test_reward_of_a_turn_without_tokens_is_credited_to_the_tokens_before_it():
     np.testing.assert_allclose(got, [1.5, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
 
 
-def test_gae_by_turns_equals_its_definition_as_loops():
+def test_gae_with_turn_credit_equals_a_loop_over_the_definition():
     size = sum(tokens for one in EPISODES for tokens, _ in one)
     values = generator(4, "turns").normal(size=size)
     rule = GAE(discount=0.9, trace=0.7, whitening=Whitening.NONE, credit=Credit.TURNS)
@@ -390,21 +390,21 @@ def test_gae_by_turns_equals_its_definition_as_loops():
     np.testing.assert_allclose(credited(rule, values=values), wanted, atol=1e-12)
 
 
-def test_group_filter_with_turn_credit_compares_only_kept_rollouts():
-    kept = np.array([False, True, True, True, True])  # the first rollout of group 0 is its longest
+def test_group_filter_with_turn_credit_computes_baselines_from_the_kept_rollouts_only():
+    kept = np.array([False, True, True, True, True])  # the filter removes the longest rollout of group 0, its first
     got = credited(GroupFiltered(keep=2, credit=Credit.TURNS))
     np.testing.assert_allclose(got, credited(GroupRelative(credit=Credit.TURNS), valid=kept))
     assert (got[:6] == 0).all() and np.abs(got).max() > 0.5
 
 
-def test_turn_credit_can_be_set_in_a_recipe_and_contradicts_sequence_ratios():
+def test_turn_credit_can_be_set_in_a_recipe_but_not_together_with_sequence_ratios():
     chosen = resolve({"preset": "grpo", "adv": {"credit": "turns"}})
     assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
     sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)
     assert any("adv.credit" in sentence for sentence in contradictions(sequences))
 
 
-def test_role_baseline_compares_each_role_with_its_own_average() -> None:
+def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() -> None:
     draw = generator(3, "roles")
     rollouts, rewards, roles = [], [], []
     for _ in range(6):
@@ -413,7 +413,7 @@ def test_role_baseline_compares_each_role_with_its_own_average() -> None:
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the rest
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the difference
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(
@@ -437,7 +437,7 @@ def test_role_baseline_compares_each_role_with_its_own_average() -> None:
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_mean_of_token_covariances_equals_the_covariance() -> None:
+def test_mean_of_the_covariance_terms_equals_the_covariance_over_tokens_that_could_be_judged() -> None:
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
     found = covariances(advantages, logprobs, judged)

@@ -1,4 +1,4 @@
-"""Aggregation weights against hand-computed numbers and their required sums."""
+"""The weights by which a loss sums its tokens equal hand-computed numbers and have the required sums."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", agg.KINDS)
-def test_token_weights_match_hand_computed_numbers(kind):
+def test_aggregation_weights_of_tokens_match_hand_computed_numbers(kind):
     got = agg.KINDS[kind]().token_weights(lengths=LENGTHS, groups=GROUPS, valid=ALL)
     np.testing.assert_allclose(got, EXPECTED[kind])
 
@@ -31,7 +31,7 @@ def test_sequences_aggregation_divides_by_the_maximum_length():
 
 @pytest.mark.parametrize("kind", agg.KINDS)
 @given(data=st.data())
-def test_excluded_rollouts_have_weight_0_and_count_in_no_denominator(kind, data):
+def test_excluded_rollouts_have_aggregation_weight_0_and_do_not_change_other_rollouts_weights(kind, data):
     size = data.draw(st.integers(0, 12))
     lengths = np.array(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype=int)
     groups = np.array(data.draw(st.lists(st.integers(-2, 3), min_size=size, max_size=size)), dtype=int)

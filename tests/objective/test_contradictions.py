@@ -1,4 +1,4 @@
-"""Slots (parts) of an objective without effect in a given run are reported in a sentence; other slots are not."""
+"""Settings of an objective that have no effect in a given run are reported in a sentence; other settings are not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
     ],
 )
-def test_objective_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+def test_objective_setting_that_has_no_effect_in_this_run_is_reported(
+    table: dict[str, Any], setting: Setting, sentence: str
+) -> None:
     objective = resolve(table)
     (found,) = without_effect(objective, setting)
     assert found.startswith(sentence)
@@ -50,7 +52,7 @@ def test_objective_slot_without_effect_is_reported(table: dict[str, Any], settin
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
     ],
 )
-def test_objectives_that_need_no_group_accept_single_rollouts(table: dict[str, Any]) -> None:
+def test_objectives_that_need_no_group_accept_a_group_size_of_1(table: dict[str, Any]) -> None:
     assert list(without_effect(resolve(table), LONE)) == []
 
 
@@ -85,12 +87,12 @@ def test_rarely_intended_objective_settings_cause_a_warning(
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
-def test_no_preset_causes_a_warning_in_an_ordinary_run(name: str) -> None:
+def test_no_objective_preset_causes_a_warning_in_a_run_with_groups(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
 
 
-def test_kl_cov_causes_a_warning_if_a_batch_is_one_optimizer_step() -> None:
+def test_kl_cov_objective_causes_a_warning_if_each_batch_gets_only_one_optimizer_step() -> None:
     said = list(doubts(resolve("kl_cov"), RECOMPUTED))
     assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in said)
     assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

@@ -1,4 +1,4 @@
-"""The KL controller: its update rule, its convergence to the target, and the slot whose coefficient it sets."""
+"""The KL controller: its update rule, its convergence to the target, and the setting whose coefficient it changes."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from pipelinerl.objective.kl_control import KLController, as_column, kl_coeffici
 from pipelinerl.objective.presets import resolve
 
 
-def test_kl_controller_matches_hand_computed_numbers():
+def test_kl_controller_computes_the_hand_computed_coefficients():
     controller = KLController(target=2.0, gain=0.5)
     assert controller.next(0.1, 2.2) == pytest.approx(0.1 * (1 + 0.5 * 0.1))
     assert controller.next(0.1, 2.0) == 0.1
@@ -16,14 +16,14 @@ def test_kl_controller_matches_hand_computed_numbers():
 
 
 def test_kl_coefficient_settles_where_the_kl_equals_the_target():
-    """The simulated policy has a KL of 1/β at the coefficient β."""
+    """At the KL coefficient β, the simulated policy has a KL divergence of 1/β."""
     controller, beta = KLController(target=4.0), 10.0
     for _ in range(2000):
         beta = controller.next(beta, 1.0 / beta)
     assert 1.0 / beta == pytest.approx(4.0, rel=1e-3)
 
 
-def test_kl_coefficient_is_set_in_the_slot_that_reads_it():
+def test_kl_coefficient_is_set_in_the_penalty_or_in_the_rewards_whichever_the_objective_uses():
     penalised, costed = resolve("grpo_kl"), resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     assert (kl_coefficient(penalised), kl_coefficient(costed), kl_coefficient(resolve("grpo"))) == (0.04, 0.2, None)
     for objective in (penalised, costed):
@@ -39,7 +39,7 @@ def test_kl_coefficient_is_set_in_the_slot_that_reads_it():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("beta", [0.04, 0.3])
-def test_objective_with_a_coefficient_column_equals_that_with_a_constant(estimator, beta, columns_of):
+def test_kl_coefficient_given_as_a_column_has_the_same_effect_as_a_constant(estimator, beta, columns_of):
     objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta, "estimator": estimator}})
     logprobs, columns = columns_of(3)
     compiled, coefficient = as_column(objective)
@@ -52,7 +52,7 @@ def test_objective_with_a_coefficient_column_equals_that_with_a_constant(estimat
     assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1)).objective)
 
 
-def test_kl_coefficient_in_the_rewards_needs_no_column():
+def test_coefficient_of_the_kl_cost_in_rewards_is_not_passed_to_the_loss_as_a_column():
     costed = resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     compiled, coefficient = as_column(costed)
     assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7)).objective

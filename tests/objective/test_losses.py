@@ -47,7 +47,7 @@ def rollouts() -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
-def test_policy_loss_gradient_is_the_negated_multiplier_of_explain(name: str) -> None:
+def test_policy_loss_has_the_negative_of_the_gradient_that_explain_reports(name: str) -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     found = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
@@ -80,7 +80,7 @@ def test_policy_loss_in_torch_and_jax_agrees_with_numpy(name: str) -> None:
         np.testing.assert_allclose(gradient, wanted.gradient, rtol=0, atol=1e-9)
 
 
-def test_rollouts_loss_equals_policy_loss_on_arrays() -> None:
+def test_loss_of_a_list_of_rollouts_equals_the_loss_of_the_same_rollouts_as_arrays() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     by_arrays = policy_loss("ppo_tis", logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, **table)
@@ -89,7 +89,7 @@ def test_rollouts_loss_equals_policy_loss_on_arrays() -> None:
     np.testing.assert_array_equal(by_rollouts.gradient, by_arrays.gradient)
 
 
-def test_unjudged_rollout_has_zero_gradient() -> None:
+def test_rollout_that_could_not_be_judged_has_zero_policy_loss_gradient() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     rewards = [*REWARDS[:3], float("nan")]

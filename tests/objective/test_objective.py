@@ -1,4 +1,4 @@
-"""The objective, compared with slow reference code and automatic differentiation, in any packing, split and order."""
+"""The objective's loss and gradient equal automatic differentiation, however rollouts are packed, split and ordered."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ REGULARIZERS = (
     grad2.ExactEntropy(beta=0.2),
     grad2.LogBarrier(beta=0.2),
 )
-#: Objectives whose slots are of kinds published in 2025 and 2026, each combined with a few kinds of the other slots.
+#: Slots (weight, gradient terms) published in 2025 and 2026, each combined with a few kinds of the other slots.
 RECENT = (
     *((weight, grad1.LogProb(), grad2.NoRegularizer()) for weight in (is_weight.GammaWeight(),)),
     *(
@@ -99,7 +99,7 @@ def test_jax_gradient_equals_the_closed_form(objective, columns_of):
 @pytest.mark.parametrize("objective", OBJECTIVES[::7], ids=range(len(OBJECTIVES[::7])))
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_objective_in_single_precision_stays_in_single_precision(objective, library, columns_of):
-    """Fill values and clip bounds are Python numbers, which must not promote a float32 column to float64."""
+    """The objective's constants, such as clip bounds, are Python numbers; they must not promote float32 to float64."""
     logprobs, columns = columns_of(1)
     narrow = {k: v.astype(np.float32) if v.dtype == float else v for k, v in _arrays(columns).items()}
     narrow |= {"segment_ids": columns["segment_ids"].astype(np.int32), "num_segments": columns["num_segments"]}
@@ -110,7 +110,7 @@ def test_objective_in_single_precision_stays_in_single_precision(objective, libr
 
 
 def test_entropy_bonus_has_the_gradient_of_the_policys_entropy():
-    """Summed over every token of a distribution, weighted by its probability, −(log π)²/2 has the gradient ∇H."""
+    """The sum of −(log π)²/2 over all tokens of a distribution, weighted by their probability, has the gradient ∇H."""
     logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, 0)
     (wanted,) = torch.autograd.grad(-(logprobs.exp() * logprobs).sum(), logits, retain_graph=True)
@@ -133,7 +133,7 @@ def test_k3_penalty_uses_the_ratio_of_reference_to_current_policy():
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_packing_split_and_order_do_not_change_the_gradient(data):
+def test_gradient_does_not_depend_on_how_rollouts_are_packed_split_and_ordered(data):
     seed = data.draw(st.integers(0, 10**6))
     objective = data.draw(st.sampled_from(OBJECTIVES))
     lengths = data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=8))
@@ -171,7 +171,7 @@ def test_values_outside_the_loss_mask_change_neither_loss_nor_gradient(objective
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_needs_attribute_names_exactly_the_columns_that_an_objective_reads(columns_of):
+def test_needs_of_an_objective_names_exactly_the_columns_that_its_evaluation_reads(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
         offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}

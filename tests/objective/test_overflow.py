@@ -1,4 +1,4 @@
-"""Ratios that overflow fp32, and invalid values outside the mask: excluded terms are 0, never NaN."""
+"""Excluded tokens contribute 0, never NaN, to the loss, even if their ratio overflows fp32 or a value is invalid."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIBRARIES: dict[str, Callable[[PolicyObjective, np.ndarray, dict[str, Any]], Eva
 
 
 def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return two rollouts of two tokens in fp32; `changed` replaces whole columns."""
+    """Return the log-probs and columns of two rollouts of two tokens in fp32; `changed` replaces whole columns."""
     plain = {name: [-1.0, -1.1, -1.2, -0.9] for name in ("logprobs", *COLUMNS)}
     plain |= {"advantages": [0.5, 0.7, -0.4, -0.6], "weights": [0.25] * 4}
     table = {name: np.array(changed.get(name, column), np.float32) for name, column in plain.items()}
@@ -84,7 +84,7 @@ def test_overflowing_ratio_of_a_token_with_zero_advantage_leaves_the_loss_finite
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_token_excluded_by_its_weight_has_zero_gradient_even_if_its_ratio_overflows(library: str) -> None:
+def test_token_excluded_by_its_importance_weight_has_zero_gradient_even_if_its_ratio_overflows(library: str) -> None:
     """In decoupled_ppo, π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter."""
     logprobs, columns = batch(
         old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
@@ -122,7 +122,7 @@ def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library: str
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_invalid_values_outside_the_loss_mask_are_ignored(name: str, library: str, garbage: float) -> None:
-    """Every column has invalid values at once, including advantages and weights, and numpy gives no warning."""
+    """All columns, including advantages and weights, have invalid values together, and numpy gives no warning."""
     objective = resolve(name, max_tokens=8)
     logprobs, columns = batch()
     columns["loss_mask"] = np.array([True, False, True, False])

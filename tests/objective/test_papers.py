@@ -1,4 +1,4 @@
-"""Every preset, in numpy, torch and JAX, against its paper's surrogate (loops that torch differentiates)."""
+"""Every preset has, in numpy, torch and JAX, the gradient of its paper's surrogate, which torch differentiates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sampled(seed: int) -> Groups:
 def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict[str, Any]]:
     """Pack the groups, with prompts, into one micro-batch; return its current log-probs and its columns.
 
-    The objective's slots compute the columns of advantages and weights, as in a training step.
+    The objective itself computes the columns of advantages and weights, as in a training step.
     """
     rollouts = [one for group in groups for one in group]
     lengths = np.array([len(one) for one in rollouts])
@@ -131,8 +131,8 @@ def test_preset_gradient_equals_that_of_its_papers_surrogate(name: str, library:
     assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
 
 
-def test_agarwal_barrier_gradient_reaches_every_vocabulary_token() -> None:
-    """Check the closed form, and torch's derivative with respect to the mean log-prob over the vocabulary."""
+def test_log_barrier_of_the_agarwal_preset_has_a_gradient_for_every_token_of_the_vocabulary() -> None:
+    """Check the closed-form gradient and torch's derivative with respect to the mean log-prob over the vocabulary."""
     objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     gradient_of(groups, "agarwal")
@@ -147,7 +147,7 @@ def test_agarwal_barrier_gradient_reaches_every_vocabulary_token() -> None:
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_agarwal_barrier_has_no_gradient_through_sampled_log_probs() -> None:
+def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_tokens_log_probs() -> None:
     objective = resolve("agarwal", max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     mask = columns["loss_mask"]
@@ -161,15 +161,15 @@ def test_agarwal_barrier_has_no_gradient_through_sampled_log_probs() -> None:
     "name",
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
-def test_loss_value_of_an_unclipped_preset_equals_that_of_its_paper(name: str) -> None:
-    """GMPO can be compared because it clips inside its product. Distillation cannot: K2 shares only the gradient."""
+def test_loss_of_a_preset_without_clipping_has_the_value_of_its_papers_loss(name: str) -> None:
+    """GMPO clips, but has the value of its paper's loss. Distillation has another value, and only the same gradient."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_split_and_order_do_not_change_preset_gradients_in_single_precision(name: str) -> None:
+def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_split_and_ordered(name: str) -> None:
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(7), objective)
     narrow = {
@@ -192,7 +192,7 @@ def test_split_and_order_do_not_change_preset_gradients_in_single_precision(name
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_clip_and_cap_affects_some_tokens_of_the_sampled_rollouts(name: str) -> None:
-    """Guard against comparisons that pass because no bound is reached."""
+    """Otherwise the comparisons with the papers could pass because no ratio reaches a bound."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     tokens = Tokens.of(logprobs, columns)

@@ -1,4 +1,4 @@
-"""Recipe tables: the objective they select, and the messages for mistakes."""
+"""The `objective` table of a recipe selects the stated objective; mistakes in the table are reported."""
 
 import math
 import tomllib
@@ -15,12 +15,12 @@ from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.tokens import Policy
 
 
-def test_objective_can_be_given_as_a_preset_name_a_table_with_a_preset_or_an_empty_table():
+def test_recipe_gives_the_objective_as_a_preset_name_or_a_table_and_an_empty_table_is_the_default():
     assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
     assert resolve({}) == PRESETS["pipelinerl"].objective
 
 
-def test_objective_table_in_the_docs_resolves():
+def test_objective_table_in_the_docs_gives_the_described_objective():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     table = tomllib.loads(text.split("```toml")[1].split("```")[0])
     objective = resolve(table["objective"])
@@ -28,7 +28,7 @@ def test_objective_table_in_the_docs_resolves():
     assert objective.needs == {"old_logprobs", "ref_logprobs"}
 
 
-def test_slots_of_a_preset_can_be_adjusted_and_replaced():
+def test_recipe_can_change_or_replace_parts_of_an_objective_preset():
     objective = resolve(
         {
             "preset": "grpo",
@@ -47,19 +47,19 @@ def test_slots_of_a_preset_can_be_adjusted_and_replaced():
     assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
-def test_docs_table_lists_exactly_the_presets() -> None:
+def test_table_of_objectives_in_the_docs_lists_exactly_the_presets() -> None:
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     rows = text.split("## Algorithms")[1].split("\n## ")[0].splitlines()
     assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_full_table_of_a_preset_resolves_to_the_presets_objective(name):
+def test_objective_preset_written_as_a_table_is_read_as_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
 @pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal", "dppo_tv"])
-def test_preset_normalised_by_max_tokens_takes_that_number_from_the_run(name):
+def test_preset_that_divides_by_max_tokens_takes_max_tokens_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
     assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)
@@ -94,14 +94,14 @@ def test_preset_needs_extra_forward_passes_only_if_its_note_says_so(name):
     assert ("Needs" in preset.note) == (name in PASSES)
 
 
-def test_columns_read_only_by_the_advantages_are_in_passes_and_not_in_needs():
+def test_column_that_only_the_advantages_read_is_listed_in_passes_and_not_in_needs():
     """`needs` names the columns that `evaluate` reads in the trainer; `passes` adds those of the advantages."""
     objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
     assert objective.needs == {"ref_logprobs"}
     assert objective.passes == {"values", "old_logprobs", "ref_logprobs"}
 
 
-def test_only_the_dapo_preset_filters_groups_without_signal():
+def test_only_the_dapo_preset_filters_groups_whose_rollouts_all_have_the_same_reward():
     assert {name for name, preset in PRESETS.items() if preset.no_signal is NoSignal.FILTER} == {"dapo"}
     assert no_signal_of({"preset": "dapo", "grad1": {"epsilon_high": 0.3}}) is NoSignal.FILTER
     assert no_signal_of("grpo") is no_signal_of({}) is NoSignal.TRAIN
@@ -151,7 +151,7 @@ def test_each_preset_names_its_source_and_formulas(name):
         ({"preset": "luspo", "adv": {"credit": "turns"}}, "adv.credit must be episode with a ratio of whole"),
     ],
 )
-def test_contradictory_objective_slots_are_rejected(table, sentence):
+def test_contradictory_objective_settings_are_rejected(table, sentence):
     with pytest.raises(RecipeError, match=f"^objective.{sentence}"):
         resolve(table)
 
@@ -183,6 +183,6 @@ def test_contradictory_objective_slots_are_rejected(table, sentence):
         ({"agg": 3}, "objective.agg must be the name of a kind or a table, got 3"),
     ],
 )
-def test_invalid_objective_key_is_reported_with_its_path(table, sentence):
+def test_invalid_key_in_the_objective_table_is_reported_with_its_full_path(table, sentence):
     with pytest.raises(RecipeError, match=f"^{sentence}"):
         resolve(table)

@@ -1,4 +1,4 @@
-"""Reward shaping against hand-computed numbers."""
+"""Reward shaping (penalties, normalisation, clipping) gives hand-computed numbers."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def test_default_reward_shaping_leaves_rewards_unchanged():
     np.testing.assert_array_equal(shaped(), REWARDS)
 
 
-def test_overlong_answer_is_penalised_by_up_to_one():
-    """DAPO Eq. 13 with L_max = 14 and L_cache = 4: free up to 10 tokens, −1 from 14 on."""
+def test_reward_of_an_overlong_answer_is_reduced_by_at_most_1():
+    """DAPO Eq. 13 with L_max = 14 and L_cache = 4: no penalty up to 10 tokens, and −1 from 14 tokens on."""
     np.testing.assert_allclose(
         shaped(overlong_tokens=14, overlong_margin=4) - REWARDS, [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
     )
@@ -43,7 +43,7 @@ def test_rewards_are_clipped_before_scaling():
     np.testing.assert_allclose(shaped(low=0.5, high=2.0, scale=10.0), [10, 5, 5, 10, 20, 10])
 
 
-def test_unjudged_rollouts_are_excluded_from_reward_shaping():
+def test_rollouts_that_could_not_be_judged_are_excluded_from_reward_shaping():
     valid = np.array([True, True, False, True, True, True])
     poisoned = np.where(valid, REWARDS, np.nan)
     for over in (NormalizationScope.GROUP, NormalizationScope.BATCH):

@@ -1,4 +1,4 @@
-"""Metrics of a step against their definitions, on one micro-batch and on several."""
+"""The objective's metrics of a step equal their definitions, for one micro-batch and for several."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_objective_metrics_match_their_definitions_on_and_off_policy(columns_of)
     np.testing.assert_allclose(off["entropy"], -now[inside].astype(float).mean())
 
 
-def test_metrics_of_several_micro_batches_equal_those_of_one(columns_of):
+def test_objective_metrics_of_several_micro_batches_equal_those_of_one_large_micro_batch(columns_of):
     logprobs, columns = columns_of(7)
     now, batch = logprobs.astype(np.float32), micro_batch(columns)
     one = trained_tokens([batch, batch], [now, now])

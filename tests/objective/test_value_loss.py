@@ -1,4 +1,4 @@
-"""The critic's objective against loops from its formula, autograd, and hand-computed numbers."""
+"""The critic's loss equals loops over its formula, autograd and hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_by_loops(values: np.ndarray, given: dict[str, Any], clip: float) -> flo
 
 @pytest.mark.parametrize("clip", [0.2, 0.5, math.inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_value_loss_and_gradient_equal_loops_and_autograd(seed: int, clip: float) -> None:
+def test_value_loss_equals_a_loop_over_its_formula_and_its_gradient_equals_autograd(seed: int, clip: float) -> None:
     values, given = columns(seed)
     loss = ValueLoss(clip=clip)
     assert loss.evaluate(values, given) == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
@@ -54,7 +54,7 @@ def test_value_loss_and_gradient_equal_loops_and_autograd(seed: int, clip: float
     assert stopped.any() != math.isinf(clip), "the seeds must show a value that was held back"
 
 
-def test_clipped_value_beyond_its_bound_towards_the_return_has_zero_gradient() -> None:
+def test_value_clipped_after_moving_towards_its_return_has_zero_gradient() -> None:
     given: dict[str, Any] = {
         "loss_mask": np.array([True, True]),
         "weights": np.ones(2),
@@ -64,7 +64,7 @@ def test_clipped_value_beyond_its_bound_towards_the_return_has_zero_gradient() -
     assert ValueLoss(clip=0.2).prediction_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
 
 
-def test_value_loss_needs_old_values_only_with_a_clip() -> None:
+def test_value_loss_needs_old_values_only_if_it_clips() -> None:
     assert ValueLoss().needs == {"values", "returns"}
     assert ValueLoss(clip=math.inf).needs == {"returns"}
 

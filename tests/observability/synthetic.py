@@ -9,7 +9,7 @@ from pipelinerl.rng import generator
 
 
 def events(steps: int = 300) -> list[dict[str, Any]]:
-    """Return the events of a run of `steps` steps that learns."""
+    """Return the events of a run of `steps` steps whose reward rises."""
     noise = generator(7, "synthetic-run")
     made: list[dict[str, Any]] = []
 

@@ -51,7 +51,7 @@ def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tm
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_log_with_only_an_incomplete_line_is_empty(tmp_path: Path) -> None:
+def test_event_log_with_only_an_incomplete_line_is_read_as_empty(tmp_path: Path) -> None:
     path = tmp_path / "e"
     path.write_bytes(b'{"half')
     assert read_events(path) == []
@@ -60,7 +60,9 @@ def test_log_with_only_an_incomplete_line_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"time": 1}'])
-def test_malformed_line_before_the_last_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
+def test_malformed_line_before_the_end_of_an_event_log_is_reported_with_its_line_number(
+    tmp_path: Path, line: str
+) -> None:
     path = tmp_path / "e"
     path.write_text(f'{{"kind": "a"}}\n{line}\n{{"kind": "b"}}\n')
     with pytest.raises(ValueError, match="e:2: expected"):
@@ -86,7 +88,7 @@ def test_events_written_before_the_writer_is_killed_are_kept(tmp_path: Path, syn
     assert [event["step"] for event in read_events(path)] == list(range(50))
 
 
-def test_event_log_can_be_closed_twice(tmp_path: Path) -> None:
+def test_event_log_can_be_closed_twice_and_then_rejects_writes(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "e")
     log.close()
     log.close()
@@ -95,7 +97,7 @@ def test_event_log_can_be_closed_twice(tmp_path: Path) -> None:
 
 
 def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
-    """A concurrent reader sees whole lines only: the file always ends with a newline."""
+    """A concurrent reader sees whole lines only, because the file ends with a newline after every write."""
     path = tmp_path / "e"
     with EventLog(path) as log:
         for step in range(20):
@@ -150,7 +152,7 @@ def _given_up(place: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("scene", [_kept_and_written, _synced_each, _given_up])
-def test_event_log_on_a_full_disk_keeps_records_whole_or_raises_after_a_timeout(
+def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_raises_after_a_timeout(
     tmp_path: Path, scene: Callable[[Path, Path], None]
 ) -> None:
     if reason := small_disk.why_not(tmp_path):
@@ -182,7 +184,7 @@ def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Pat
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
 
 
-def test_event_follower_reads_in_pieces_without_splitting_records(tmp_path: Path) -> None:
+def test_event_follower_reads_a_log_in_pieces_without_splitting_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
     path.write_bytes(b"".join(lines))

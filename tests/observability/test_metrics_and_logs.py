@@ -1,4 +1,4 @@
-"""Prometheus text, and JSON log lines."""
+"""Metrics are served as Prometheus text, and log records are written as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.observability.logs import configure
 from pipelinerl.observability.status import labelled_text, prometheus_text
 
 
-def test_prometheus_text_declares_types_and_escapes_labels() -> None:
+def test_prometheus_text_declares_the_type_of_each_metric_and_escapes_label_values() -> None:
     text = labelled_text(
         {"steps_total": {(): 3}, "pause_s": {(("url", 'a"b\\c\n'), ("name", "x")): 0.5, (): 1}, "none": {}},
         prefix="engine",

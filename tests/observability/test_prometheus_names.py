@@ -1,4 +1,4 @@
-"""Dashboard, alert rules and documentation use exactly the metric names that the roles serve."""
+"""Dashboard, alert rules and documentation use exactly the metric names that the run's processes serve."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_documentation_lists_every_metric_of_the_controller() -> None:
     assert set(listed) == _names(_controller()) and len(listed) == len(set(listed))
 
 
-def test_controller_metrics_match_the_status() -> None:
+def test_prometheus_metrics_of_the_controller_agree_with_the_status_that_it_serves() -> None:
     text = _controller()
     for line in (
         "pipelinerl_steps_total 7",

@@ -1,4 +1,4 @@
-"""The report matches the events, needs no external resource, and escapes every text."""
+"""The HTML report of a run matches the run's events, needs no external resource, and escapes every text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Parser of elements with their attributes; fails on a tag that is closed out of order."""
+    """HTML parser that collects elements with their attributes, and fails on tags that are closed in a wrong order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     assert "decision" not in text, "the journal's number tells a reader nothing"
 
 
-def test_failed_write_keeps_the_earlier_report(tmp_path: Path) -> None:
+def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(20)))
     before = files.html.read_bytes(), files.picture.read_bytes()
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -97,7 +97,7 @@ def test_failed_write_keeps_the_earlier_report(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_report_page_loads_no_external_resource(tmp_path: Path) -> None:
+def test_report_loads_no_external_resource(tmp_path: Path) -> None:
     text = write_report(_run(tmp_path, events(40))).html.read_text()
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
@@ -105,7 +105,7 @@ def test_report_page_loads_no_external_resource(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|javascript:", text)
 
 
-def test_report_page_supports_dark_mode_and_phones() -> None:
+def test_report_supports_dark_mode_and_phones() -> None:
     text = render(tell(events(10)), "")
     assert "prefers-color-scheme: dark" in text
     assert "width=device-width" in text
@@ -143,14 +143,14 @@ def test_report_can_be_written_for_a_run_with_few_events(tmp_path: Path, made: l
     assert files.picture.exists()
 
 
-def test_report_can_be_written_from_a_log_with_a_torn_last_line(tmp_path: Path) -> None:
+def test_report_can_be_written_from_an_event_log_whose_last_line_is_incomplete(tmp_path: Path) -> None:
     folder = _run(tmp_path, events(20))
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')
     Page(write_report(folder).html.read_text())
 
 
-def test_resumed_run_counts_each_step_once() -> None:
+def test_report_of_a_resumed_run_counts_each_step_once() -> None:
     made: list[Event] = [
         {"kind": "run_started", "run": "r", "elapsed_s": 0.0},
         *({"kind": "step", "step": s, "reward": 0.0, "sampled_tokens": 5, "elapsed_s": float(s)} for s in (1, 2, 3)),
@@ -167,7 +167,7 @@ def test_resumed_run_counts_each_step_once() -> None:
     assert history.duration_s == 6.0
 
 
-def test_summary_shows_accuracy_steps_and_tokens() -> None:
+def test_report_summary_shows_accuracy_steps_and_tokens() -> None:
     history = tell(events())
     rows = dict(summary_rows(history))
     assert rows["outcome"] == "all steps taken"
@@ -179,7 +179,7 @@ def test_summary_shows_accuracy_steps_and_tokens() -> None:
     assert "runs/tiny/report.html" in console.export_text()
 
 
-def test_smoothing_preserves_constants_and_averages_spikes() -> None:
+def test_smoothing_leaves_a_constant_series_unchanged_and_averages_spikes() -> None:
     series = Series(tuple(map(float, range(200))), (2.0,) * 200)
     assert series.smoothed().y == pytest.approx(series.y)
     spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
@@ -208,11 +208,11 @@ def test_chart_ticks_cover_ranges_of_any_size(high: float) -> None:
     [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
      (2.5e6, "2.5M"), (-3e9, "-3G")],
 )  # fmt: skip
-def test_compact_format_abbreviates_large_numbers(value: float, text: str) -> None:
+def test_large_numbers_are_abbreviated_in_the_report(value: float, text: str) -> None:
     assert compact(value) == text
 
 
-def test_long_series_keeps_its_spikes_in_a_small_file() -> None:
+def test_chart_of_a_long_series_shows_its_spikes_with_few_points() -> None:
     xs = tuple(map(float, range(100_000)))
     ys = tuple(1000.0 if x == 54_321 else math.sin(x) for x in xs)
     drawn = svg(Chart(lines=(Line(series=Series(xs, ys)),), x_label="step"))
@@ -221,7 +221,7 @@ def test_long_series_keeps_its_spikes_in_a_small_file() -> None:
     assert top == pytest.approx(12.0, abs=0.1)  # the spike reaches the frame's upper edge
 
 
-def test_series_of_one_point_is_drawn_as_a_dot() -> None:
+def test_chart_draws_a_series_of_one_point_as_a_dot() -> None:
     drawn = svg(
         Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
     )
@@ -229,7 +229,7 @@ def test_series_of_one_point_is_drawn_as_a_dot() -> None:
     assert "a 50.0% at step 3" in drawn
 
 
-def test_evaluations_show_their_versions_and_pass_at_k() -> None:
+def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation() -> None:
     page = render(tell(events(24)), "")
     text = " ".join(Page(page).text)
     assert "v24 alone, on http://127.0.0.1:4001" in text and "512 × 4" in text
@@ -239,7 +239,7 @@ def test_evaluations_show_their_versions_and_pass_at_k() -> None:
     assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
 
 
-def test_last_evaluation_is_shown_by_domain_and_tag() -> None:
+def test_report_shows_the_last_evaluation_by_domain_and_tag() -> None:
     math = {"problems": 9, "accuracy": 0.5, "low": 0.25, "high": 0.75, "length_mean": 20.4, "length_p95": 64.0}
     math |= {"truncated": 0.125, "pass_at": [{"k": 4, "value": 0.75, "low": 0.5, "high": 1.0, "problems": 9}]}
     math |= {"majority_at": [{"k": 4, "value": 0.625, "low": 0.5, "high": 1.0, "problems": 9}]}
@@ -268,7 +268,7 @@ def test_evaluation_event_with_missing_fields_shows_only_known_fields() -> None:
 
 
 def of_two_sets() -> list[dict[str, Any]]:
-    """Return a run with a second evaluation set, evaluated at the same steps and at one in between."""
+    """Return a run's events with a second evaluation set, evaluated at the first set's steps and at one more step."""
     made = events(24)
     first = [event | {"name": "math", "place": 0} for event in made if event["kind"] == "evaluation"]
     low = {"accuracy": 0.125, "low": 0.0625, "high": 0.25, "problems": 30, "pass_at": []}
@@ -277,7 +277,7 @@ def of_two_sets() -> list[dict[str, Any]]:
     return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
 
 
-def test_report_lists_evaluation_sets_separately_in_recipe_order() -> None:
+def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe() -> None:
     history = tell(of_two_sets())
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
@@ -311,7 +311,7 @@ def test_optimizer_steps_are_charted_at_fractions_of_their_training_step() -> No
     assert made.y == (2.0, 1.0)
 
 
-def test_run_with_one_optimizer_step_per_batch_has_no_update_charts() -> None:
+def test_report_has_no_charts_of_optimizer_steps_if_each_batch_is_one_optimizer_step() -> None:
     assert not any(line.series for _, chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)
 
 
@@ -319,7 +319,7 @@ def history(*steps: dict[str, Any]) -> RunHistory:
     return tell([{"kind": "step", "step": number, "elapsed_s": 1.0, **step} for number, step in enumerate(steps, 1)])
 
 
-def test_domain_means_are_weighted_by_rollouts() -> None:
+def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts() -> None:
     words = {"rollouts": 30, "reward": 1.0, "reward.format": 0.5, "accuracy": 1.0, "groups": 3, "stale_groups": 1}
     seldom = {"rollouts": 10, "reward": 0.0, "accuracy": 0.0, "groups": 4, "stale_groups": 0, "verifier_s": 0.004,
               "verified": 10, "verifier_errors": 2}  # fmt: skip
@@ -346,16 +346,16 @@ def test_domain_charts_have_a_line_per_domain() -> None:
     assert charts["Entropy, nats per token"].lines[0].series.y == (1.0,)
 
 
-def test_run_without_domains_has_no_domain_rows() -> None:
+def test_report_of_a_run_without_domains_has_no_domain_rows() -> None:
     assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
 
 
-def test_mean_without_weighted_values_is_none() -> None:
+def test_weighted_mean_is_none_if_no_value_has_a_weight() -> None:
     assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
     assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
 
 
-def test_control_characters_in_tags_are_escaped() -> None:
+def test_control_characters_in_tags_are_escaped_in_the_report() -> None:
     evil = "level=\x1b[2J\u202e\n3"
     step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
     assert domain_lines(RunStatus(run="r", last_step=step)) == [
@@ -365,7 +365,7 @@ def test_control_characters_in_tags_are_escaped() -> None:
     assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"
 
 
-def test_episode_table_has_a_row_per_domain_with_tool_call_counts() -> None:
+def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls() -> None:
     game = {"turns": 2.0, "segments": 1.5, "rollouts": 10, "episodes": 4, "environment_s": 0.5, "calls_parsed": 3}
     later = game | {"turns": 4.0, "tool_errors": 2, "calls_malformed": 1, "episodes": 12, "environment_s": 1.5}
     steps = ({"by_domain": {"game": game, "sums": {"rollouts": 5}}}, {"by_domain": {"game": later}})

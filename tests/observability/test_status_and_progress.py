@@ -72,7 +72,7 @@ def test_progress_line_shows_the_last_evaluated_version_and_the_running_evaluati
     assert going in console.export_text()
 
 
-def test_status_shows_other_evaluation_sets_by_name() -> None:
+def test_status_shows_each_further_evaluation_set_with_its_name() -> None:
     other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
     asked = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
     status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=asked)
@@ -87,7 +87,7 @@ def test_status_shows_other_evaluation_sets_by_name() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
-def test_status_can_be_rendered_on_narrow_terminals(width: int) -> None:
+def test_status_fits_into_a_narrow_terminal(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
 
@@ -99,7 +99,7 @@ def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red() -> None
     assert "\x1b[32mhealthy" in said and "\x1b[31mlost" in said
 
 
-def test_run_status_survives_a_json_round_trip() -> None:
+def test_run_status_is_unchanged_after_encoding_as_json_and_decoding() -> None:
     assert RunStatus.from_json(STATUS.to_json()) == STATUS
 
 
@@ -141,7 +141,7 @@ def test_terminal_shows_the_status_block_and_restores_the_cursor() -> None:
     with ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress:
         progress.show(STATUS)
     assert all(text in out.getvalue() for text in ("tiny", "training", "━", "3 min 42 s"))
-    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the escape sequence that shows the cursor again
 
 
 def test_terminal_cursor_is_restored_after_an_error() -> None:
@@ -155,7 +155,7 @@ def test_terminal_cursor_is_restored_after_an_error() -> None:
     assert "\x1b[?25h" in out.getvalue()
 
 
-def test_piped_output_gets_a_line_at_intervals_and_on_a_phase_change() -> None:
+def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_run_changes() -> None:
     out, now = io.StringIO(), [0.0]
     with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
@@ -180,11 +180,11 @@ def test_sparkline_scales_values_and_averages_them_to_its_width() -> None:
     ("seconds", "text"),
     [(0, "0.0 s"), (4.21, "4.2 s"), (59.4, "59 s"), (185, "3 min 05 s"), (3599.9, "1 h 00 min"), (7810, "2 h 10 min")],
 )
-def test_durations_have_at_most_two_units(seconds: float, text: str) -> None:
+def test_durations_are_displayed_with_at_most_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_metrics_and_alarms_of_domains_are_shown() -> None:
+def test_status_shows_the_metrics_and_alarms_of_each_domain() -> None:
     figures = {
         "reward": 0.5,
         "reward.format": 0.25,
@@ -223,7 +223,7 @@ def test_metrics_and_alarms_of_domains_are_shown() -> None:
     assert RunStatus.from_json(status.to_json()) == status
 
 
-def test_piped_output_gets_a_line_when_alarms_change() -> None:
+def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends() -> None:
     out = io.StringIO()
     progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
     with progress:

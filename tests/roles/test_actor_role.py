@@ -70,7 +70,7 @@ def engine() -> Iterator[str]:
 async def controller(
     identity: Identity, *engines: str, token: str = TOKEN, verifiers: Sequence[Any] = ()
 ) -> AsyncIterator[None]:
-    """Serve a controller that names these engines and verifier services."""
+    """Serve a fake controller that assigns these engines and verifier services to the actor."""
     told = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
     told["verifiers"] = verifiers
     app = FastAPI(openapi_url=None)
@@ -130,10 +130,10 @@ async def indices(stream: Stream) -> list[int]:
     return [decode_group(entry.payload).index for entry in entries]
 
 
-async def test_actor_claims_no_order_for_a_prompt_before_its_controller_answers(
+async def test_actor_claims_no_prompt_order_before_its_controller_answers(
     identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The controller may start later than the actor, end, and come back; each change is logged once."""
+    """The controller starts after the actor, ends, and starts again; the actor logs each of these changes once."""
     monkeypatch.setattr(actor_role, "REFRESH_S", 0.02)
     caplog.set_level(logging.INFO, "pipelinerl")
     stream = await identity.stream()
@@ -163,7 +163,7 @@ async def test_actor_claims_no_order_for_a_prompt_before_its_controller_answers(
     await stream.close()
 
 
-async def test_actor_names_and_retries_a_server_that_is_not_a_controller(
+async def test_actor_logs_that_a_server_is_not_a_controller_and_retries(
     identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = FastAPI(openapi_url=None)
@@ -177,14 +177,15 @@ async def test_actor_names_and_retries_a_server_that_is_not_a_controller(
         await until(role, warned)
 
 
-async def test_actor_ends_when_the_controller_refuses_its_token(identity: Identity) -> None:
+async def test_actor_exits_when_the_controller_rejects_its_authentication_token(identity: Identity) -> None:
     async with controller(identity, token="another"), acting(identity) as role:
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(role, DEADLINE_S)
     assert ended.group_contains(AddressError, match="refuses this actor's token")
 
 
-#: A user's verifier that leaves a file `NAME.up` when a worker loads it. The actor imports it too, but leaves no file.
+#: A user's verifier module NAME.py. It creates a file `NAME.up` when a verifier worker imports it, but not when the
+#: actor does.
 JUDGE = """
 import sys
 from pathlib import Path
@@ -200,7 +201,7 @@ def judge(correct=(), completion=""):
 
 
 async def test_verifiers_start_with_the_actor_before_its_controller_answers(identity: Identity, tmp_path: Path) -> None:
-    """A verifier that cannot start does not affect the others."""
+    """A verifier that fails to start does not keep the other verifiers from starting."""
     for name in ("broken", "math", "code", "filter"):
         (tmp_path / f"{name}.py").write_text(JUDGE)
     domains = tuple(
@@ -215,8 +216,10 @@ async def test_verifiers_start_with_the_actor_before_its_controller_answers(iden
             await asyncio.sleep(0.02)
 
 
-async def test_answers_are_judged_by_the_services_that_the_controller_names(identity: Identity, engine: str) -> None:
-    """The services may join after the actor has sent its first requests."""
+async def test_actor_sends_answers_to_the_verifier_services_that_the_controller_names(
+    identity: Identity, engine: str
+) -> None:
+    """The actor waits for the verifier services: they may join after it has sent its first requests to the engine."""
     domain = identity.config.domains[0].model_copy(update={"name": "words", "verifier": "math_answer"})
     section = VerificationSection(judged_in=VerifierLocation.SERVICES)
     config = identity.config.model_copy(update={"domains": (domain,), "verification": section})
@@ -249,5 +252,5 @@ assert not (heavy := {"torch", "fastapi", "uvicorn", "matplotlib"} & sys.modules
 
 
 def test_actor_does_not_import_torch() -> None:
-    """An actor may run on the same machine as each engine, and torch would triple the actor's memory."""
+    """Importing torch would triple the memory of an actor, and actors often share a machine with an engine."""
     subprocess.run([sys.executable, "-c", _LIGHT], check=True, timeout=PATIENCE_S)

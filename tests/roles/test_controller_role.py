@@ -1,4 +1,4 @@
-"""The controller of a resumed run, and the files that it leaves for resuming and for local commands."""
+"""The controller's process: new and resumed runs, and the files that it writes for resuming and for local commands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_live_knobs_that_override_the_recipe_are_reported() -> None:
+def test_knobs_changed_in_a_live_run_that_override_the_recipe_are_reported() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -70,7 +70,7 @@ def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> I
 
 @asynccontextmanager
 async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterator[Path]:
-    """Run a controller; yield the path of the file with its address."""
+    """Run a controller; yield the path of the file to which it writes its address."""
     endpoint = who.run_dir / "controller.json"
     role = asyncio.create_task(controller_role.run(who, start=start))
     try:
@@ -89,7 +89,7 @@ async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterato
     ("host", "reached_at"),
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
-async def test_local_commands_reach_the_controller_on_any_interface(
+async def test_commands_on_the_same_machine_reach_a_controller_that_listens_on_any_interface(
     tmp_path: Path, redis_url: str, host: str, reached_at: str
 ) -> None:
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
@@ -100,7 +100,7 @@ async def test_local_commands_reach_the_controller_on_any_interface(
     assert not endpoint.exists()
 
 
-async def test_run_of_separately_started_roles_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
+async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
     async with serving(identity(config, redis_url)) as endpoint:
         directory = open_run(endpoint.parent)
@@ -129,7 +129,7 @@ def test_written_recipe_has_the_address_of_a_remote_stream_server(tmp_path: Path
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
-def test_unwritable_checkpoint_location_does_not_stop_a_new_run(
+def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
@@ -138,8 +138,8 @@ def test_unwritable_checkpoint_location_does_not_stop_a_new_run(
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
-def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
-    """Otherwise the new run's first checkpoint would delete the copies of all later steps."""
+def test_new_run_does_not_replace_checkpoint_copies_of_another_run_with_the_same_name(tmp_path: Path) -> None:
+    """Otherwise the new run's first checkpoint would delete the other run's copies of all later steps."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
@@ -148,21 +148,21 @@ def test_new_run_does_not_replace_checkpoint_copies_of_another_run_of_its_name(t
     with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory; choose another"):
         controller_role._write_recipe(second, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
-    controller_role._write_recipe(second, begins=False)  # the same run, continued on another machine
+    controller_role._write_recipe(second, begins=False)  # accepted: it continues the same run on another machine
     assert (second.run_dir / "recipe.toml").exists()
 
 
-async def test_new_run_does_not_take_the_streams_of_a_live_run_of_its_name(
+async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the_stream_server(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this timeout
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # how long to look for a live run of the same name
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
         headers = {"authorization": f"Bearer {found['token']}"}
         async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
 
-            async def say() -> None:  # sends any input that is journaled, as actors' heartbeats are in a live run
+            async def say() -> None:  # makes the first controller write to its journal, as a live controller does
                 (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
             async def be_heard() -> None:
@@ -183,7 +183,7 @@ async def test_new_run_does_not_take_the_streams_of_a_live_run_of_its_name(
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
 
-async def test_new_run_deletes_the_rollouts_that_a_dead_run_of_its_name_left(tmp_path: Path, redis_url: str) -> None:
+async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path: Path, redis_url: str) -> None:
     stream = await open_stream(redis_url, namespace="tiny")
     await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
     async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
@@ -198,16 +198,18 @@ async def test_new_run_deletes_the_rollouts_that_a_dead_run_of_its_name_left(tmp
     await stream.close()
 
 
-async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_path: Path, redis_url: str) -> None:
+async def test_controller_that_was_replaced_does_not_delete_the_address_file_of_its_successor(
+    tmp_path: Path, redis_url: str
+) -> None:
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # the first controller answers once its journal exists
+            await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences `first`
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # this write makes `first` stop
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)
@@ -216,14 +218,14 @@ async def test_replaced_controller_keeps_the_address_file_of_its_successor(tmp_p
     assert not endpoint.exists()
 
 
-async def test_resumed_run_does_not_wait_for_a_live_run_of_its_name(
+async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
     async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # the journal exists once this event is written
+        while "run_started" not in events.read_text():  # this event is written after the journal was created
             await asyncio.sleep(0.01)
     events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(who) as endpoint:
@@ -249,7 +251,7 @@ def url_of(config: RunConfig) -> str:
 
 
 def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
-    """Return the directory of a run that has begun, and its checkpoints."""
+    """Create a run; return its directory and its checkpoint store."""
     directory = create(config, claim=controller_role.claim)
     return directory.path, checkpoints_of(directory.config, directory.path)
 
@@ -307,8 +309,10 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
-def test_checkpoint_without_a_recipe_uses_the_locations_recipe(config: RunConfig) -> None:
-    """The trainer was started on another machine than the controller, with a run directory of its own."""
+def test_run_restored_from_a_checkpoint_without_a_recipe_uses_the_recipe_at_the_checkpoint_location(
+    config: RunConfig,
+) -> None:
+    """A checkpoint has no recipe if the trainer runs on another machine than the controller, in its own directory."""
     path, store = begun(config)
     (path / "recipe.toml").unlink()
     store.copy(save(store, 3))
@@ -317,7 +321,9 @@ def test_checkpoint_without_a_recipe_uses_the_locations_recipe(config: RunConfig
     assert to_table(load(path / "recipe.toml")) == to_table(config)
 
 
-def test_damaged_checkpoint_copy_is_skipped_and_logged(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     path, store = begun(config)
     for version in (3, 6):
         store.copy(save(store, version))
@@ -346,7 +352,7 @@ def test_missing_model_directory_is_restored_from_the_checkpoint(config: RunConf
     assert to_table(moved.model_copy(update={"model": config.model})) == to_table(config), "nothing else has changed"
 
 
-def test_resume_without_the_reference_model_is_rejected(config: RunConfig) -> None:
+def test_resume_is_rejected_if_the_reference_model_is_missing(config: RunConfig) -> None:
     path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -356,14 +362,14 @@ def test_resume_without_the_reference_model_is_rejected(config: RunConfig) -> No
     assert not path.exists()
 
 
-def test_restored_run_without_a_checkpoint_starts_from_the_beginning(config: RunConfig) -> None:
+def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config: RunConfig) -> None:
     path, _ = begun(config)
     shutil.rmtree(path)
     assert controller_role.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 
 
-def test_resume_is_rejected_if_two_places_hold_checkpoints_of_the_run(config: RunConfig) -> None:
+def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_checkpoints(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
@@ -374,6 +380,6 @@ def test_resume_is_rejected_if_two_places_hold_checkpoints_of_the_run(config: Ru
         controller_role.directory_of(str(path))
 
 
-def test_resume_from_a_url_without_a_run_is_rejected(tmp_path: Path) -> None:
+def test_resume_from_a_url_that_holds_no_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         controller_role.directory_of(f"file://{tmp_path}/nothing")

@@ -1,4 +1,4 @@
-"""The dtypes of weights in the directory, on the wire and in engines, and combinations that are rejected."""
+"""The dtypes of weights in the model directory, during transfer and in engines; contradictory dtypes are rejected."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
-    """Write the shipped model in `dtype`, except that parameters whose names contain `keep` keep their dtype.
+    """Write a copy of the shipped model with its weights in `dtype`; `config` is the dtype that its config.json names.
 
-    config.json names the dtype `config`, or none.
+    Parameters whose names contain `keep` keep their dtype. With `config` None, config.json names no dtype.
     """
     shutil.copytree(SHIPPED, path)
     table = json.loads((path / "config.json").read_text())
@@ -41,14 +41,16 @@ def recipe(path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_missing_from_the_config_is_that_of_most_weight_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_model_whose_config_has_no_dtype_gets_the_dtype_of_most_of_its_weight_bytes(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     path = directory(tmp_path / "model", dtype, keep="norm")
     assert model_dtype(path).value == str(dtype).removeprefix("torch.")
     loaded = load_model(path, dtype=model_dtype(path).value)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}, "norms in float32 become what it is, too"
 
 
-def test_dtype_is_read_from_old_and_nested_configs(tmp_path: Path) -> None:
+def test_model_dtype_is_read_from_configs_in_old_and_nested_formats(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     for table in ({"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
         (path / "config.json").write_text(json.dumps({"model_type": "x"} | table))
@@ -58,7 +60,7 @@ def test_dtype_is_read_from_old_and_nested_configs(tmp_path: Path) -> None:
         model_dtype(path)
 
 
-def test_weight_files_are_those_named_in_the_index(tmp_path: Path) -> None:
+def test_weight_files_of_a_model_are_those_named_in_its_index(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
     assert weight_files(path) == [path / "model.safetensors"]
@@ -78,7 +80,7 @@ def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
         check_directory(path)
 
 
-def test_weights_are_sent_in_the_directorys_dtype_unless_engines_keep_float32(
+def test_weights_are_sent_in_the_model_directorys_dtype_or_in_float32_to_engines_that_compute_in_float32(
     tmp_path: Path,
 ) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")

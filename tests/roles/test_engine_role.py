@@ -37,9 +37,9 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
     await role
 
 
-# The engine stops by an error in its own thread, about which pytest warns.
+# The engine stops by an error in its own thread; pytest would warn about that unhandled error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_engine_process_ends_when_its_engine_stops_by_itself(
+async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -61,8 +61,8 @@ async def test_engine_process_ends_when_its_engine_stops_by_itself(
             await asyncio.wait_for(role, READY_S)
 
 
-def test_engine_registers_an_address_that_others_can_reach(outward: str) -> None:
-    """A service that listens on all interfaces registers the address that faces the controller, never 0.0.0.0."""
+def test_engine_registers_an_address_that_other_machines_can_reach(outward: str) -> None:
+    """An engine that listens on all interfaces registers its address on the route to the controller, never 0.0.0.0."""
     here, away = "http://127.0.0.1:8000", "http://198.51.100.7:8000"
     assert offered_url(("127.0.0.1", 8001), here) == "http://127.0.0.1:8001"
     assert offered_url(("0.0.0.0", 8001), here) == "http://127.0.0.1:8001"
@@ -71,8 +71,8 @@ def test_engine_registers_an_address_that_others_can_reach(outward: str) -> None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_unknown_controller_host_ends_the_engine_process(host: str) -> None:
-    """The engine's address depends on the route to the controller; a loopback address would never be accepted."""
+def test_engine_process_exits_if_the_controllers_host_name_is_unknown(host: str) -> None:
+    """Without a route to the controller, the engine cannot know which of its addresses the controller can reach."""
     with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
@@ -104,10 +104,10 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
-def test_numpy_engine_imports_torch_when_it_is_built_if_it_will_join_weight_groups(
+def test_numpy_engine_imports_torch_at_its_start_if_it_will_receive_weights_through_torch(
     tmp_path: Path, transport: str, has_torch: bool
 ) -> None:
-    """Importing torch in the first join would delay the whole weight group by a second."""
+    """If it imported torch when it first joins, all members of the weight group would wait a second for the import."""
     words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
     built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)
     assert built.stdout == f"{has_torch}\n", built.stderr

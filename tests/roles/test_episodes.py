@@ -1,4 +1,4 @@
-"""Environments in a recipe: the source of the reward, contradictory keys, and user code."""
+"""Environments in a recipe: where the reward comes from, which keys contradict each other, and checks of user code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def domain(**fields: Any) -> DomainSection:
     return DomainSection.model_validate(GAME | fields)
 
 
-def test_environment_gives_the_reward_unless_the_recipe_names_a_verifier() -> None:
+def test_reward_of_an_episode_comes_from_its_environment_unless_the_recipe_names_a_verifier() -> None:
     assert not list(names_of(domain()))
     assert [name for _, name in names_of(domain(verifier="math_answer"))] == ["math_answer"]
 
@@ -40,7 +40,7 @@ def test_contradictory_environment_keys_are_rejected(fields: dict[str, Any], sai
         domain(**fields)
 
 
-def test_episodes_with_routing_replay_are_rejected() -> None:
+def test_recipe_that_combines_episodes_with_routing_replay_is_rejected() -> None:
     table = {"model": {"path": "m"}, "domains": [GAME], "trainer": {"routing_replay": "rollout"}}
     with pytest.raises(RecipeError, match="does not support episodes"):
         parse(table)
@@ -55,7 +55,7 @@ def test_episodes_with_routing_replay_are_rejected() -> None:
         ("import absent_module", "game.py:1: ModuleNotFoundError"),
     ],
 )
-def test_user_code_that_is_not_an_environment_is_rejected_and_its_recipe_key_named(
+def test_error_for_user_code_that_is_not_an_environment_names_its_recipe_key(
     code: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "game.py").write_text(code)
@@ -63,7 +63,7 @@ def test_user_code_that_is_not_an_environment_is_rejected_and_its_recipe_key_nam
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))
 
 
-def test_tools_without_a_sandbox_are_rejected_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_with_tools_is_rejected_if_the_sandbox_for_tools_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = domain(environment=None, episode={"tools": ("python",)})
     assert [name for _, name in names_of(tools)] == ["math_answer"]
     monkeypatch.setenv("PATH", "/nowhere")

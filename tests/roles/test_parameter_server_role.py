@@ -1,4 +1,4 @@
-"""The parameter server's process, started as the launcher starts it: liveness, token, snapshots, and its end."""
+"""The parameter server's process, started as the launcher starts it: health, token, snapshots of weights, and exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.patience import PATIENCE_S
 from tests.weights.parameter_server.test_snapshot_store import save
 
 
-def test_parameter_server_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
+def test_parameter_server_process_serves_weights_and_saves_them_when_a_signal_ends_it(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"token": TOKEN}))
@@ -59,7 +59,7 @@ def test_parameter_server_process_serves_saves_and_stops_at_a_signal(tmp_path: P
 
 
 def test_weight_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
-    """A location may hold versions of another run, or of an earlier run of the same name."""
+    """The directory for snapshots may hold versions of another run, or of an earlier run with the same name."""
 
     def store(run: str, directory: str) -> SnapshotStore:
         config = load("tiny", [f"run.name={run}", f"parameter_server.copies={tmp_path}/copies"])

@@ -1,4 +1,4 @@
-"""The start and end of every role: its secrets, its exit status, its message on stderr."""
+"""The start and end of every process of a run: its secrets, its exit status, its message on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
     )
 
 
-def test_frozen_objects_are_skipped_by_the_garbage_collector() -> None:
+def test_garbage_collector_skips_objects_that_existed_when_a_process_started() -> None:
     program = (
         "import gc, time, torch\n"
         "from pipelinerl.roles.process import freeze_gc\n"
@@ -40,7 +40,9 @@ def test_frozen_objects_are_skipped_by_the_garbage_collector() -> None:
     assert float(done.stdout) < 0.1, done.stderr
 
 
-def test_role_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_reads_its_token_from_a_file_or_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps({"token": "secret"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "other")
@@ -49,7 +51,7 @@ def test_role_token_comes_from_its_file_or_the_environment(tmp_path: Path, monke
     assert read_token(None) is None
 
 
-def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
+def test_launch_id_derived_from_the_token_does_not_reveal_the_token(tmp_path: Path) -> None:
     first, second = (replace(identity(tmp_path), token=token).launch for token in ("token-1", "token-2"))
     assert first != second and "token" not in first
     assert identity(tmp_path).launch == ""
@@ -59,7 +61,7 @@ def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
     "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
 )
 def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
-    """An empty file, or a missing one, must never mean "no token", which would disable authentication."""
+    """An empty or missing token file must never mean "no token", because that would disable authentication."""
     file = tmp_path / "tokens.json"
     file.write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=r"tokens.json must hold \{\"token\": \"…\"\}"):
@@ -84,7 +86,7 @@ def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: str) ->
         (ExceptionGroup("", [RecipeError("a"), ValueError("b")]), 1, '"message": "ValueError: b"'),
     ],
 )
-def test_role_error_determines_the_exit_status_and_the_message(
+def test_error_of_a_process_determines_its_exit_status_and_its_message_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, said: str
 ) -> None:
     async def role(_: Identity) -> None:
@@ -97,7 +99,7 @@ def test_role_error_determines_the_exit_status_and_the_message(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_a_role_after_cleanup_with_a_failure_status(tmp_path: Path, number: int) -> None:
+def test_signal_ends_a_process_after_its_cleanup_with_a_failure_status(tmp_path: Path, number: int) -> None:
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -114,8 +116,8 @@ def test_signal_ends_a_role_after_cleanup_with_a_failure_status(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
-    """While a role imports torch, its event loop does not run, so the loop's signal handlers would act seconds late."""
+def test_signal_ends_a_process_that_is_still_importing_modules(tmp_path: Path, number: int) -> None:
+    """While a process imports torch, its event loop does not run, so the loop's signal handlers would run too late."""
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -131,14 +133,14 @@ def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
-def test_role_whose_work_is_done_returns_normally(tmp_path: Path) -> None:
+def test_process_whose_work_is_done_ends_without_an_error(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()
 
     run_until_signalled(role, identity(tmp_path))
 
 
-async def test_password_of_the_embedded_server_is_read_from_the_servers_data(tmp_path: Path) -> None:
+async def test_password_of_the_embedded_redis_server_is_read_from_its_data_directory(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as server:
         bare = server.url.replace(f":{(tmp_path / 'redis' / 'password').read_text()}@", "")
         assert "@" not in bare

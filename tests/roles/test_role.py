@@ -1,4 +1,4 @@
-"""A role's command line and the launcher's arguments come from one description, so they always match."""
+"""Tests of `Role`, which describes one kind of process for both its command line and the arguments of the launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIVEN = RoleOptions(
 
 
 def parsed(**described: Any) -> tuple[Role, list[tuple[RoleOptions, object]]]:
-    """Return a role that has an option of its own, and a list to which each run of its command appends its options."""
+    """Return a role with one extra option, and a list to which each call of its command appends the options it got."""
     calls: list[tuple[RoleOptions, object]] = []
 
     def judge(options: RoleOptions, domain: Annotated[list[str] | None, typer.Option()] = None) -> None:
@@ -42,26 +42,26 @@ def run(role: Role, words: list[str]) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_role_arguments_parse_back_to_the_same_options() -> None:
+def test_arguments_that_the_launcher_builds_for_a_process_are_parsed_to_the_same_options() -> None:
     judge, calls = parsed()
     run(judge, judge.arguments(GIVEN, domain=["a", "b"]))
     assert calls == [(GIVEN, ["a", "b"])]
 
 
-def test_role_command_without_arguments_has_the_roles_defaults() -> None:
+def test_command_of_a_process_without_arguments_uses_its_defaults() -> None:
     judge, calls = parsed()
     run(judge, ["judge"])
     assert calls == [(RoleOptions(name="judge-0", port=9000), None)]
     assert judge.numbered(4) == "judge-4"
 
 
-def test_role_arguments_omit_options_that_the_role_does_not_take() -> None:
+def test_launcher_omits_options_that_a_process_does_not_take() -> None:
     judge, _ = parsed(takes=frozenset({"recipe", "changes"}))
     words = judge.arguments(GIVEN, domain=None)
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.subcommand)
-def test_every_role_has_a_command_with_help(role: Role) -> None:
+def test_every_process_of_a_run_has_a_command_with_help(role: Role) -> None:
     assert role.main.__doc__ and role.parameters[-1].name == "changes"
     assert role.arguments(RoleOptions(name="x"))[0] == role.subcommand

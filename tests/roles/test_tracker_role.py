@@ -1,4 +1,4 @@
-"""The tracker's process never disturbs a run, and no metric value is lost or duplicated."""
+"""The process that sends metrics to a tracker never disturbs a run, and no metric value is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run"
 
 
 def _fed_to(live: LiveRun) -> int:
-    """Return the last step that was forwarded, from the tracker's bookmark."""
+    """Read the last step that was sent to the tracker from the tracker's bookmark file."""
     place = live.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
-@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a faster test that kills other roles too
+@pytest.mark.slow  # a faster test in tests/end_to_end/test_live_run.py kills the tracker and other processes
 def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
-    """Each step of the run, including the last, is in the event files exactly once."""
+    """Each step of the run, including the last, is in the TensorBoard files exactly once."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
         live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
@@ -69,7 +69,7 @@ def test_tracker_on_a_full_disk_loses_no_metric(tmp_path: Path) -> None:
     assert told == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
 
 
-def test_any_tracker_error_is_retried_until_the_process_stops(tmp_path: Path) -> None:
+def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path: Path) -> None:
     stop, tries = threading.Event(), list[int]()
     (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
 
@@ -85,7 +85,7 @@ def test_any_tracker_error_is_retried_until_the_process_stops(tmp_path: Path) ->
 
 @final
 class RecordedRun:
-    """Fake run for the packages wandb and trackio: records how it was opened and what was logged."""
+    """Fake of a run of the packages wandb and trackio; it records its arguments and the logged rows."""
 
     def __init__(self, **begun: Any) -> None:
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
@@ -105,7 +105,7 @@ class RecordedRun:
 
 @final
 class Package:
-    """Fake of the packages wandb and trackio."""
+    """Fake of the packages wandb and trackio; `run` is the run that was opened last."""
 
     def __init__(self) -> None:
         self.run = RecordedRun()
@@ -138,7 +138,7 @@ def test_wandb_continues_the_run_that_the_bookmark_names() -> None:
     assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_late_evaluation_is_logged_to_wandb_under_its_own_version() -> None:
+def test_late_evaluation_is_logged_to_wandb_with_the_version_that_was_evaluated() -> None:
     package = Package()
     made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
     assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
@@ -175,7 +175,7 @@ def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_name
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_unreachable_tracker_server_loses_no_metric(tmp_path: Path, package: str) -> None:
-    """The server may be unreachable from the start or fail later; each step is logged once the server is back."""
+    """The server is unreachable at the start and fails again later; each step is logged when the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
 
@@ -212,7 +212,7 @@ def _config(**trackers: Any) -> RunConfig:
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
 
 
-def test_trackers_named_in_the_recipe_are_opened() -> None:
+def test_only_trackers_named_in_the_recipe_are_opened() -> None:
     assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
     assert _config().trackers.chosen == ()
     chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
@@ -220,10 +220,10 @@ def test_trackers_named_in_the_recipe_are_opened() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_passwords_are_removed_from_the_recipe_that_a_tracker_gets(
+def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Trackers upload the recipe to third-party servers, whichever key holds the address."""
+    """Trackers upload the recipe to third-party servers; passwords in URLs are removed from every recipe key."""
     package = Package()
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(tracker, "find_spec", lambda _: package)
@@ -244,7 +244,7 @@ def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.
             refused()
 
 
-def test_command_sends_a_finished_run_to_a_tracker_only_once(tmp_path: Path) -> None:
+def test_command_that_sends_a_finished_run_to_tensorboard_sends_each_step_only_once(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
     board = tmp_path / "board"
     assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"

@@ -1,4 +1,4 @@
-"""A rank above 0 survives the first SIGTERM, while rank 0 saves its state."""
+"""A trainer process of rank 1 or higher survives the first SIGTERM, so that rank 0 can save the trainer's state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rank(save_s: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_trainer_rank_survives_sigterm_until_rank_0_has_saved() -> None:
+def test_other_trainer_ranks_survive_sigterm_until_rank_0_has_saved() -> None:
     process = rank(3600.0)
     said, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
     assert (said, process.returncode) == ("still here\n", 0)

@@ -1,4 +1,4 @@
-"""The trainer's process builds the loop, the publisher and the sample log as the recipe says."""
+"""The trainer's process builds its training loop, weight publisher and sample log from the recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
-def test_loop_settings_have_the_models_vocabulary_size() -> None:
+def test_training_loop_gets_the_vocabulary_size_of_the_model() -> None:
     assert loop_settings(load("tiny")).vocab_size == 57
 
 
@@ -40,7 +40,7 @@ def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path: Path) ->
         publisher_of(pulled, EngineClient(), stream)
 
 
-def test_sample_log_follows_the_recipe(tmp_path: Path) -> None:
+def test_sample_log_has_the_settings_in_the_recipe(tmp_path: Path) -> None:
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     samples = samples_of(identity)
@@ -61,13 +61,15 @@ def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
     ("overrides", "interval"),
     [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
 )
-def test_exact_entropy_interval_follows_the_recipe(overrides: list[str], interval: int) -> None:
+def test_interval_of_the_exact_entropy_metric_comes_from_the_recipe_or_depends_on_the_trainer_type(
+    overrides: list[str], interval: int
+) -> None:
     config = load("tiny", overrides)
     assert config.figures.interval(config.trainer.type) == interval
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_nccl_without_cuda_is_rejected_before_any_weights_are_published(tmp_path: Path) -> None:
+def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cuda(tmp_path: Path) -> None:
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):

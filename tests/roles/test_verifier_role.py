@@ -1,4 +1,4 @@
-"""The process of a verifier service: its lease, the rules by which it judges, and how it ends."""
+"""The process of a verifier service: its lease at the controller, the digest of its judging rules, and its exit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ async def serving(made: Identity, controller: Controller) -> AsyncIterator[tuple
         await asyncio.gather(role, return_exceptions=True)
 
 
-async def test_verifier_service_takes_a_lease_judges_and_leaves_when_drained(tmp_path: Path) -> None:
+async def test_verifier_service_registers_at_the_controller_judges_answers_and_unregisters_when_drained(
+    tmp_path: Path,
+) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         made = identity(tmp_path, url)
@@ -96,11 +98,11 @@ async def test_verifier_service_takes_a_lease_judges_and_leaves_when_drained(tmp
             assert [judgement.verdict.outcome for judgement in judged] == [Outcome.CORRECT, Outcome.WRONG]
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
                 assert (await http.post(f"{lease.url}/drain")).json() == {"queue": 0}
-            await asyncio.wait_for(role, PATIENCE_S)  # the role ends by itself, without an error
+            await asyncio.wait_for(role, PATIENCE_S)  # the drained process ends by itself, without an error
         assert controller.leases == {}
 
 
-async def test_stopped_verifier_service_withdraws_its_lease(tmp_path: Path) -> None:
+async def test_verifier_service_that_is_stopped_unregisters_from_the_controller(tmp_path: Path) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         async with serving(identity(tmp_path, url), controller) as (_, role):
@@ -109,7 +111,7 @@ async def test_stopped_verifier_service_withdraws_its_lease(tmp_path: Path) -> N
             assert role.done() and controller.leases == {}
 
 
-async def test_verifier_service_without_the_required_sandbox_does_not_start(
+async def test_verifier_service_does_not_start_if_the_sandbox_it_requires_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -125,7 +127,7 @@ async def test_verifier_service_rejects_a_domain_that_the_recipe_lacks(tmp_path:
         await verifier_role.run(identity(tmp_path, ""), only=["maths"])
 
 
-def test_verifier_rules_digest_changes_only_with_settings_that_affect_verdicts(tmp_path: Path) -> None:
+def test_digest_of_a_verifiers_rules_changes_only_with_settings_that_affect_verdicts(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()

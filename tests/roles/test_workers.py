@@ -1,4 +1,4 @@
-"""The workers for policy, critic and reference in one process: bit-exact resumption, and errors with their names."""
+"""Policy, critic and reference in one process: they resume bit-exactly, and errors name the model that failed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: R
     again.close()
 
 
-def test_every_trainer_key_of_the_recipe_reaches_the_backend() -> None:
+def test_every_trainer_setting_of_the_recipe_is_passed_to_the_trainer_backend() -> None:
     trainer = {"type": "torch", "precision": "bf16", "device": "cuda", "gradient_checkpointing": True}
     trainer |= {"memory_share": 0.5}
     config = config_of(
@@ -159,7 +159,7 @@ def test_every_trainer_key_of_the_recipe_reaches_the_backend() -> None:
     assert same == {"head"}, "which is not the recipe's to choose; what is new in the spec is missing above"
 
 
-def test_only_workers_that_the_objective_needs_start(tmp_path: Path) -> None:
+def test_critic_and_reference_start_only_if_the_objective_needs_them(tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
     workers = started(plain, objective_of(plain), checkpoint=None)
@@ -174,7 +174,9 @@ def test_only_workers_that_the_objective_needs_start(tmp_path: Path) -> None:
         ({"reference": {"path": "/nope"}}, "^reference: /nope"),
     ],
 )
-def test_error_for_a_missing_model_names_the_worker(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_error_for_a_missing_model_says_whether_trainer_critic_or_reference_needs_it(
+    sections: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
@@ -182,7 +184,7 @@ def test_error_for_a_missing_model_names_the_worker(sections: dict[str, Any], se
 
 
 def saved(config: RunConfig, tmp_path: Path) -> Path:
-    """Save a checkpoint of a run that has just begun."""
+    """Save a checkpoint of version 0 of a new run; return its path."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
     captured = store.capture(
@@ -220,7 +222,7 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path
 
 
 def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
-    """Make groups for step `step`: rollouts begun at version `oldest`, with tokens of each version up to `step`."""
+    """Make groups for step `step`, whose rollouts have tokens of each version from `oldest` to `step`."""
     versions = range(oldest, step + 1)
     made = []
     for each in groups(step):
@@ -235,7 +237,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
-    """Take steps on rollouts with tokens of the last k versions, each kept in the weight history before it samples."""
+    """Take steps on rollouts with tokens of the last k versions; the weight history keeps those versions' weights."""
     objective, told = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
@@ -250,7 +252,7 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
 
 @pytest.fixture
 def sampling(config: RunConfig) -> RunConfig:
-    """Return a recipe whose old log-probs are computed with the weights that sampled, for the backend of `config`."""
+    """Return a recipe for the same trainer that computes old log-probs with the weights that sampled each token."""
     return config_of(
         config.trainer.type,
         str(config.model.path),
@@ -261,7 +263,9 @@ def sampling(config: RunConfig) -> RunConfig:
     )
 
 
-def test_weight_history_is_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
+def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkpoint(
+    sampling: RunConfig, tmp_path: Path
+) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     step = first.step()
@@ -283,7 +287,7 @@ def test_weight_history_is_resumed_bit_exactly(sampling: RunConfig, tmp_path: Pa
     again.close()
 
 
-def test_resumption_without_weight_history_trains_only_on_samples_of_the_resumed_version(
+def test_run_resumed_without_weight_history_trains_only_on_samples_of_the_resumed_version(
     sampling: RunConfig, tmp_path: Path
 ) -> None:
     first = started(sampling, objective_of(sampling), checkpoint=None)

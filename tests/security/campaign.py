@@ -1,4 +1,4 @@
-"""Fuzzing campaigns over real connections: no request fails, no other client is stalled, no memory is kept."""
+"""Fuzzing campaigns, which send a server many random requests over real connections and report what went wrong."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.security.fuzzer import requests
 from tests.security.servers import TOKEN, application
 from tests.security.waiting import Stall, Waiting
 
-#: Error codes with a status of 500 or more that are not failures: they blame another party or announce a shutdown.
+#: Error codes whose HTTP status is 500 or more but which are no bugs of the server: they report that a third party
+#: failed or that the server is shutting down.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
-#: A request that is unanswered for longer than this many seconds counts as waiting for other parties.
+#: Client timeout in seconds. A request without an answer after this time counts as waiting for other clients.
 _WAITS_FOR_OTHERS_S: Final = 1.0
-#: The server that runs idle for comparison: it starts soonest, and the speed of its answers depends on the machine
-#: alone.
+#: The kind of server that runs idle, to measure the machine's own delays. The parameter server starts fastest.
 _IDLE: Final = "parameter server"
-#: The most bytes of a body with which the client always gets an answer. The server may reject a longer body and close
-#: the connection before it has read all of it.
+#: The largest body, in bytes, for which the client always gets an answer. The server may reject a longer body and
+#: close the connection before it has read the whole body.
 _MOST_UNREAD: Final = 65536
-#: Number of clients, each with one connection. They share one seeded stream of requests.
+#: Number of concurrent clients, each with one connection. They take their requests from one seeded stream.
 _CLIENTS: Final = 4
 
 
 @dataclass(slots=True)
 class Findings:
-    """Results of a campaign; `grown_bytes` is the growth of the server's memory after the first quarter."""
+    """Results of a campaign; `grown_bytes` is how much the server's memory grew after the first quarter of requests."""
 
     requests: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class _Asked:
 
 
 async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    """Send `count` fuzzed requests to a server in its own process; compare its memory after a quarter and at the end.
+    """Send `count` fuzzed requests to a server in its own process; measure how much its memory grows after a quarter.
 
     Args:
         server: one of `FUZZED`.
@@ -99,14 +99,14 @@ class _Clients:
         self._asked = deque[_Asked](maxlen=100_000)
 
     async def ask(self, count: int) -> None:
-        """Send `count` more requests; each client sends one at a time."""
+        """Send `count` more requests; each client waits for the response before it sends its next request."""
         until, patience = self.found.requests + count, aiohttp.ClientTimeout(total=_WAITS_FOR_OTHERS_S)
         connections = aiohttp.TCPConnector(keepalive_timeout=60.0)
         async with aiohttp.ClientSession(connector=connections, timeout=patience, trust_env=False) as http:
             await asyncio.gather(*(self._client(http, until) for _ in range(_CLIENTS)))
 
     def at_work(self, stall: Stall) -> list[str]:
-        """Return the requests that were in progress during a stall."""
+        """Return the requests to which the server had not responded during a stall."""
         return [asked.words for asked in self._asked if asked.began < stall.ended and asked.ended > stall.began]
 
     async def _client(self, http: aiohttp.ClientSession, until: int) -> None:
@@ -134,7 +134,7 @@ class _Clients:
     ) -> tuple[int, bytes]:
         """Return the response; retry once if the server has just closed the kept-alive connection."""
         for is_last in (False, True):
-            body = io.BytesIO(content)  # large bodies sent directly would block the clients' event loop
+            body = io.BytesIO(content)  # sent in pieces: large bytes would block the event loop
             try:
                 async with http.request(method, self._url + path, headers=headers, data=body) as answer:
                     return answer.status, await answer.read()

@@ -21,9 +21,9 @@ from tests.security.servers import TOKEN, application
 
 @asynccontextmanager
 async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
-    """Yield the server's application; for a controller, its service runs too."""
+    """Yield the server's application; if it is a controller, also run the controller's background service."""
     if server.endswith("engine"):
-        import_module("torch")  # real engines import it too; otherwise the first join would stall
+        import_module("torch")  # as a real engine does at its start: an import in the first join would be a stall
     if server != "controller":
         yield application(server, directory)
         return
@@ -35,7 +35,7 @@ async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
 
 
 async def main(server: str, directory: Path) -> None:
-    """Serve until killed; stderr, including that of libraries, goes to a file in the directory."""
+    """Serve until killed; everything written to stderr, also by libraries, goes to a file in the directory."""
     os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
     with listen("127.0.0.1", 0) as bound:
         async with at_work(server, directory) as app:

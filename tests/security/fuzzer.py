@@ -1,7 +1,7 @@
-"""A seeded fuzzer that knows the schemas: it sends valid requests with one or more faults.
+"""A seeded fuzzer that knows the schemas: it makes requests that are valid except for one or more faults.
 
-Routes come from the applications. Bodies are made from valid bodies; a route for which this file has none gets
-arbitrary bodies.
+Routes are read from the applications. Bodies are made from the valid bodies in this file; a route without a valid body
+here gets arbitrary bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHAT: Final = {
 }  # fmt: skip
 _SAID: Final = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
-#: The content link of `abc`; valid request bodies contain the content itself too.
+#: A content link, which stands for the content `abc`. Some valid bodies below contain the content instead of a link.
 _LINK: Final = str(Link.of(b"abc"))
 _ABC: Final = {"input": _LINK, "output": _LINK, "answer": _LINK}
 _PROGRAM: Final = {"language": "python", "program": _LINK}
@@ -67,7 +67,7 @@ BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/copy": ({"source": "http://127.0.0.1:9", "digest": "0" * 32, "whole": "0" * 32, "timeout_s": 0.05},),
 }  # fmt: skip
 
-#: Values for query parameters, including valid ones of each route.
+#: Values for query parameters; for each route, some of them are valid.
 _QUERIES: Final = (
     "", "0", "1", "2", "3", "-1", "20", "4000", "9999999999", "1" * 400, "0.5", "nan", "inf", "1e308", "x", "%00",
     "%ff", "%f0%9f%92%a5", "a" * 600, "reward", "reward,entropy,loss", "," * 999, "%2C", "domain/words/accuracy", "0,0",
@@ -137,7 +137,7 @@ def body(draw: random.Random, path: str) -> bytes:
     for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
         value = mutated(draw, value)
     if known == "/init_process_group" and isinstance(value, dict):
-        value["timeout_s"] = 0.05  # each join in progress holds a thread for this long, so keep it short
+        value["timeout_s"] = 0.05  # short, because each join of a weight group occupies a thread until this timeout
     if draw.random() < _TOO_LARGE:
         return b'"' + b"a" * (33 * 2**20)
     text = json.dumps(value)
@@ -154,19 +154,19 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def queries(app: Any) -> dict[tuple[str, str], list[str]]:
-    """Return the query parameters of each (method, path) of the application, with paths spelled as in `routes`."""
+    """Return the names of the query parameters by (method, path) of the application, with paths as in `routes`."""
     asked = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
     declared = ((pair, getattr(route, "dependant", None)) for pair, route in asked)
     return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
 
 
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
-    """Yield (method, path with query, headers, body) without end."""
+    """Yield an endless stream of requests, each as (method, path with query, headers, body)."""
     draw, known, asked = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
     while True:
         method, path = draw.choice(known)
         if path in ("/stop", "/suspend", "/drain"):
-            continue  # this route would end the server under test
+            continue  # skip this route, because it would end the server under test
         names = asked.get((method, path), ())
         for place in ("/samples/1", "/tokens/1"):
             path = path.replace(place, place[:-1] + draw.choice(("b87d6b86af7d95c5", "1", "x" * 65)))

@@ -1,4 +1,4 @@
-"""Hostile model directories, drawn by seed: one value or one file of a good directory is damaged."""
+"""Hostile model directories, drawn by a seed: copies of a good directory in which one value or one file is damaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-#: Values that replace a value of a configuration.
+#: Invalid or unusual values that replace a value in a configuration file.
 _ODD: Final[tuple[Any, ...]] = (
     None, True, False, -1, 0, 1, 2, 3, 10**9, 2**63, 10**40, -(10**9), 0.5, 1e308, float("nan"), float("inf"), "", "x",
     "57", "../x", "/etc/passwd", "\ud800", "\0", "a" * 10_000, [], [[]], {}, {"a": 1}, [0, -1], [10**9] * 3,
@@ -41,7 +41,7 @@ def mutant(original: Path, into: Path, seed: int) -> str:
 
 
 def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return the JSON file with one value replaced, or one known configuration key set, and a description of that."""
+    """Return the JSON file with one value replaced or one known configuration key set, and describe the change."""
     table = json.loads(before)
     places = [(table, word) for word in _WORDS] if "model_type" in table and draw.random() < 0.5 else []
     holder, key = draw.choice(places or list(_places(table)))
@@ -85,7 +85,7 @@ def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return the safetensors file with a damaged header, and a description."""
+    """Return the safetensors file with a damaged header, and a description of the damage."""
     length = struct.unpack("<Q", before[:8])[0]
     kind = draw.choice(["length", "value", "lost", "text", "cut"])
     if kind == "length":
@@ -99,7 +99,7 @@ def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each (container, key) of a JSON tree."""
+    """Yield the location of each value in a JSON tree, as (containing list or dict, index or key)."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list):

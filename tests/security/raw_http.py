@@ -1,4 +1,4 @@
-"""Requests as raw bytes on a socket, as no well-behaved client sends them."""
+"""Send requests as raw bytes on a socket, to test requests that no HTTP library would send."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def connect(url: str) -> socket.socket:
 
 
 def say(connection: socket.socket, data: bytes) -> None:
-    """Send the data; if the server has closed the connection, its answer has already arrived."""
+    """Send the data; ignore errors if the server has already answered and closed the connection."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(data)
 
 
 def hear(connection: socket.socket) -> bytes:
-    """Receive until the server closes the connection."""
+    """Return all bytes that the server sends until it closes the connection."""
     heard = b""
     with suppress(ConnectionResetError):
         while piece := connection.recv(65536):
@@ -33,18 +33,18 @@ def hear(connection: socket.socket) -> bytes:
 
 
 def exchange(url: str, data: bytes) -> bytes:
-    """Return the server's whole answer to these bytes."""
+    """Send these bytes on a new connection; return all bytes that the server answers."""
     with connect(url) as connection:
         say(connection, data)
         return hear(connection)
 
 
 def statuses(heard: bytes) -> list[int]:
-    """Return the status codes of all answers in `heard`."""
+    """Return the HTTP status codes of all responses in the received bytes `heard`."""
     return [int(part[:3]) for part in heard.split(b"HTTP/1.1 ")[1:]]
 
 
 def code(heard: bytes) -> str:
-    """Return the error code of the last rejection in `heard`."""
+    """Return the error code in the body of the last response in the received bytes `heard`."""
     found: dict[str, Any] = json.loads(heard[heard.rindex(b'{"error"') :])
     return str(found["error"]["code"])

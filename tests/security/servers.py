@@ -1,6 +1,6 @@
-"""Every server of the project as an application, with or without a token.
+"""Build any server of the project as an ASGI application, with or without an authentication token.
 
-Each server is imported on demand, so that a process that serves one does not wait for the imports of the others.
+Each server's modules are imported on demand, so that a process that serves one server starts quickly.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-#: Servers that `--no-token` opens to every user of the machine.
+#: Servers that can run without authentication (`--no-token`), and then serve every user of the machine.
 OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier", "oubliette")
 SERVERS = (*OPEN_SERVERS, "page")
-#: All servers, and the batching engine, whose routes are those of the scripted engine in `SERVERS`.
+#: The servers that are fuzzed: all of `SERVERS`, and the batching engine, which is not in `SERVERS` because it has the
+#: same routes as the scripted engine.
 FUZZED = (*SERVERS, "batching engine")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
-    """Return the application of one of `FUZZED`."""
+    """Return the application of the named server, one of `FUZZED`."""
     if server == "engine":
         from tests.fakes import scripted_engine
 
@@ -55,7 +56,7 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
 
 
 def _page(directory: Path, token: str | None) -> Any:
-    """Return the live page of a finished run; it always has a token."""
+    """Return the application of a finished run's live page, which always requires a token."""
     from pipelinerl.commands.watch.access import PageLinks
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs

@@ -14,7 +14,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.security.servers import SERVERS, TOKEN, application
 
-#: Routes that need no token: `/health`, which says only that the server lives.
+#: Routes that need no token: only `/health`, which reveals nothing but that the server is up.
 OPEN = {("GET", "/health"), ("HEAD", "/health")}
 
 CREDENTIALS = [
@@ -27,7 +27,7 @@ CREDENTIALS = [
 
 
 def routes(app: Any) -> Iterator[tuple[str, str]]:
-    """Yield each method and path of the application, with parameters filled in."""
+    """Yield each method and path of the application, with path parameters filled in."""
     for route in app.routes:
         for method in sorted(route.methods):
             yield method, re.sub(r"{[^}]*}", "1", route.path)
@@ -45,7 +45,7 @@ def client(app: Any) -> httpx.AsyncClient:
 async def status(
     http: httpx.AsyncClient, method: str, path: str, credential: bytes | None, *, patience_s: float = PATIENCE_S
 ) -> int | None:
-    """Return the response's status, or None if the request passed the gate and then waits."""
+    """Return the response's status; None means a timeout: the request was authorised and is waiting for something."""
     headers = [(b"content-type", b"application/json")]
     if credential is not None:
         headers.append((b"authorization", credential))
@@ -69,7 +69,7 @@ async def test_every_route_of_every_server_except_health_requires_the_token(app:
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])
-async def test_token_is_accepted_on_every_route_with_any_case_of_bearer(app: Any, spelling: str) -> None:
+async def test_token_is_accepted_on_every_route_however_the_word_bearer_is_capitalised(app: Any, spelling: str) -> None:
     async with client(app) as http:
         for method, path in routes(app):
             answer = await status(http, method, path, spelling.format(TOKEN).encode(), patience_s=0.3)
@@ -82,7 +82,7 @@ async def test_other_spellings_of_the_health_path_need_a_token(app: Any) -> None
             assert await status(http, "GET", path, None) == 401, path
 
 
-async def test_no_server_serves_api_documentation(app: Any) -> None:
+async def test_no_server_serves_its_api_documentation(app: Any) -> None:
     async with client(app) as http:
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert await status(http, "GET", path, TOKEN.encode()) == 401

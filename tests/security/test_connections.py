@@ -1,4 +1,4 @@
-"""Attacks with raw bytes on an open port: endless request heads, slow heads, wrong lengths."""
+"""Attacks with raw bytes on an open port, such as endless or slow HTTP headers and wrong content lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def answers(url: str) -> None:
-    """Assert that the server answers other clients at once."""
+    """Assert that the server answers another client without delay."""
     began = time.monotonic()
     assert httpx.get(url + "/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
     assert time.monotonic() - began < SOON_S
@@ -54,7 +54,7 @@ def answers(url: str) -> None:
     ],
     ids=["one long value", "many", "a long target", "a long name", "blank lines"],
 )
-def test_endless_request_head_is_rejected_and_blocks_no_other_client(url: str, head: bytes) -> None:
+def test_endless_http_headers_are_rejected_and_block_no_other_client(url: str, head: bytes) -> None:
     began = time.monotonic()
     heard = exchange(url, head)
     assert time.monotonic() - began < SOON_S
@@ -62,20 +62,20 @@ def test_endless_request_head_is_rejected_and_blocks_no_other_client(url: str, h
     answers(url)
 
 
-def test_request_head_over_the_size_limit_gets_431(url: str) -> None:
+def test_http_headers_over_the_size_limit_get_status_431(url: str) -> None:
     heard = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
     assert statuses(heard) == [431] and code(heard) == "headers_too_large"
     assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
-def test_slow_request_head_times_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_http_headers_time_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.6)
     heard = exchange(url, begun)
     assert statuses(heard) == ([408] if begun.strip() else [])
 
 
-def test_request_head_sent_byte_by_byte_times_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_headers_sent_slowly_byte_by_byte_time_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with connect(engine) as slow:
@@ -87,7 +87,9 @@ def test_request_head_sent_byte_by_byte_times_out(engine: str, monkeypatch: pyte
         assert statuses(hear(slow)) == [408]
 
 
-def test_blank_lines_do_not_keep_a_connection_open(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_from_a_client_do_not_keep_an_idle_connection_open(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
     with connect(engine) as idle:
         say(idle, ALIVE + b"\r\n")
@@ -97,8 +99,10 @@ def test_blank_lines_do_not_keep_a_connection_open(engine: str, monkeypatch: pyt
         assert statuses(hear(idle)) == [200]
 
 
-def test_head_timeout_does_not_apply_while_a_request_runs(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running request may take longer than the timeout for its own head and for the next head."""
+def test_timeout_for_http_headers_does_not_apply_while_a_request_runs(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may run longer than this timeout, even if the client has begun to send its next request's headers."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     body = b'{"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 180, "seed": 1}'
     with connect(engine) as asking:
@@ -108,7 +112,9 @@ def test_head_timeout_does_not_apply_while_a_request_runs(engine: str, monkeypat
         assert statuses(hear(asking)) == [200, 408]
 
 
-def test_connection_with_an_unread_endless_body_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_on_which_a_rejected_request_sends_an_endless_body_is_closed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with connect(url) as stranger:
         say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
@@ -122,7 +128,7 @@ def test_connection_with_an_unread_endless_body_is_closed(url: str, monkeypatch:
         assert time.monotonic() - began < SOON_S
 
 
-def test_connections_over_the_limit_are_rejected_and_open_ones_continue(
+def test_connections_over_the_limit_are_rejected_and_open_connections_keep_working(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
@@ -141,7 +147,7 @@ def test_connections_over_the_limit_are_rejected_and_open_ones_continue(
     answers(engine)
 
 
-def test_connections_use_at_most_half_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_is_half_of_the_file_descriptor_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
     assert connection.max_connections() == 128
 
@@ -171,19 +177,21 @@ VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
         "a framing that is none", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
     ],
 )  # fmt: skip
-def test_requests_that_can_be_parsed_in_two_ways_are_rejected(url: str, request_: bytes, expected: list[int]) -> None:
+def test_http_requests_that_can_be_parsed_in_two_ways_are_rejected(
+    url: str, request_: bytes, expected: list[int]
+) -> None:
     assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
 
 
-def test_trailer_of_a_chunked_request_is_not_treated_as_a_header(engine: str) -> None:
-    """Otherwise a token, or a second host, could follow in the trailer after the head was already checked."""
+def test_trailer_of_a_chunked_http_request_is_not_treated_as_a_header(engine: str) -> None:
+    """Otherwise a client could send a token, or a second host, in the trailer after the headers were checked."""
     trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
     with connect(engine) as stranger:
         say(stranger, trailed + b"\r\n2\r\n{}\r\n0\r\n" + KNOWN + b"\r\n" + LAST)
         assert statuses(hear(stranger)) == [401, 200]
 
 
-def test_endless_request_trailer_is_rejected(engine: str) -> None:
+def test_endless_trailer_of_a_chunked_http_request_is_rejected(engine: str) -> None:
     began = time.monotonic()
     heard = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
     assert time.monotonic() - began < SOON_S and set(statuses(heard)) <= {404, 431}
@@ -202,7 +210,7 @@ def test_endless_request_trailer_is_rejected(engine: str) -> None:
     ],
 )
 class TestBodies:
-    """Limits on request bodies, which are the same on every server."""
+    """Every server has the same limits on request bodies."""
 
     @pytest.fixture
     def served(self, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -211,19 +219,19 @@ class TestBodies:
         with in_thread(application(server, tmp_path)) as url:
             yield url
 
-    def test_request_body_over_the_size_limit_gets_413(self, served: str, path: str) -> None:
+    def test_request_body_over_the_size_limit_gets_status_413(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
             heard = exchange(served, head + body)
             assert statuses(heard) == [413] and code(heard) == "body_too_large"
 
-    def test_request_body_over_the_time_limit_gets_408(self, served: str, path: str) -> None:
+    def test_request_body_over_the_time_limit_gets_status_408(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
             heard = exchange(served, head + body)
             assert statuses(heard) == [408] and code(heard) == "body_too_slow"
 
-    def test_compressed_request_body_gets_415_and_is_not_unpacked(self, served: str, path: str) -> None:
+    def test_compressed_request_body_gets_status_415_and_is_not_decompressed(self, served: str, path: str) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
         bomb = gzip.compress(b" " * 10**5)
         answer = httpx.post(served + path, content=bomb, headers=headers, trust_env=False, timeout=PATIENCE_S)
@@ -247,8 +255,8 @@ def test_four_hundred_unfinished_requests_time_out(engine: str, monkeypatch: pyt
             each.close()
 
 
-def test_response_head_and_body_are_sent_in_one_packet(url: str) -> None:
-    """With two packets, a client of a thousand engines would wake twice per response."""
+def test_http_headers_and_body_of_a_response_are_sent_in_one_packet(url: str) -> None:
+    """If headers and body came in two packets, a client of a thousand engines would wake up twice per response."""
     with connect(url) as line:
         for _ in range(8):
             line.sendall(ALIVE + b"\r\n")

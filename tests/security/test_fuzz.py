@@ -1,7 +1,7 @@
-"""After many almost valid requests, no server has failed, stalled other clients or kept memory.
+"""Many almost valid requests cause no server to fail, to stall other clients or to leak memory.
 
-Seeds are 0, 1, 2, …. The long form runs in parts, each with its own seed and servers, so that one part can be repeated:
-`make chaos ARGS="-k test_server_survives_many_fuzzed_requests"`, then `--lf` for the failed ones.
+The long test runs in parts with the seeds 0, 1, 2, …, each with its own servers, so that one part can be repeated:
+`make chaos ARGS="-k test_server_survives_many_fuzzed_requests"`, then add `--lf` to repeat the failed parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.security.campaign import Findings, campaign
 from tests.security.servers import FUZZED, SERVERS
 
-#: How much the memory of a server that has warmed up may grow: allocators keep the memory of large bodies.
+#: By how many bytes a server may grow after its first requests; not 0, since allocators keep memory of large bodies.
 _MOST_GROWN_BYTES: Final = 32 * 2**20
 _PARTS: Final = 7
 

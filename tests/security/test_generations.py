@@ -1,4 +1,4 @@
-"""Epochs, generations and versions only increase, and a wrong number never locks the trainer out permanently."""
+"""Epochs, group generations and weight versions only increase; a wrong number never locks the trainer out for good."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_failed_join_does_not_disturb_the_serving_group(setting: Setting) -> None:
+async def test_failed_join_of_a_weight_group_does_not_disturb_the_group_in_use(setting: Setting) -> None:
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
@@ -50,11 +50,11 @@ async def test_failed_join_does_not_disturb_the_serving_group(setting: Setting) 
     await setting.send()
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
     old, setting.trainer = setting.trainer, None
-    await setting.join(2)  # generation 2, lower than the failed one, is accepted
+    await setting.join(2)  # generation 2 is accepted, although the failed join had generation 1000
     assert old is not None
 
 
-async def test_forged_join_in_progress_does_not_lock_the_trainer_out(setting: Setting) -> None:
+async def test_forged_join_request_in_progress_does_not_keep_the_trainer_from_joining(setting: Setting) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -65,8 +65,8 @@ async def test_forged_join_in_progress_does_not_lock_the_trainer_out(setting: Se
         await forged
 
 
-async def test_engine_limits_the_number_of_joins_in_progress(setting: Setting) -> None:
-    """Each join in progress occupies a thread."""
+async def test_engine_limits_the_number_of_weight_group_joins_in_progress(setting: Setting) -> None:
+    """The limit exists because each join in progress occupies a thread."""
     joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
@@ -79,10 +79,10 @@ async def test_engine_rejects_generations_epochs_and_versions_far_above_the_curr
     for far in ({"epoch": MOST_EPOCH_STEP + 1}, {"version": MOST_VERSION_STEP + 1}):
         with pytest.raises(InvalidRequest, match="at most"):
             await setting.phase(UpdatePhase.PREPARE, **far)
-    await setting.phase(UpdatePhase.PREPARE)  # accepted: the rejected epoch changed nothing
+    await setting.phase(UpdatePhase.PREPARE)  # accepted, so the rejected requests have changed nothing
 
 
-def test_parameter_server_rejects_a_wrong_epoch_with_a_remedy() -> None:
+def test_parameter_server_rejects_a_wrong_epoch_with_an_error_that_names_a_remedy() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="restart this server"):
@@ -122,8 +122,8 @@ async def test_epochs_generations_and_versions_have_an_upper_limit(
     assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
 
 
-async def test_trainer_uses_a_generation_above_that_of_a_foreign_join(setting: Setting) -> None:
-    """A holder of the token can join an engine to its own rendezvous; the next publication still succeeds."""
+async def test_trainer_chooses_a_group_generation_above_that_of_another_clients_join(setting: Setting) -> None:
+    """Another client with the token joins the engine to a group of its own; the trainer's next publication succeeds."""
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             publisher = BroadcastPublisher(client, bucket_bytes=128)
@@ -135,7 +135,9 @@ async def test_trainer_uses_a_generation_above_that_of_a_foreign_join(setting: S
                 await publisher.close()
 
 
-async def test_trainer_of_an_earlier_epoch_does_not_raise_its_generation(setting: Setting) -> None:
+async def test_trainer_of_an_earlier_epoch_cannot_publish_by_choosing_a_higher_group_generation(
+    setting: Setting,
+) -> None:
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
@@ -153,7 +155,7 @@ async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *,
     setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
-def test_generation_and_epoch_in_an_error_are_passed_to_the_client() -> None:
+def test_client_gets_the_engines_generation_and_epoch_from_an_error_response() -> None:
     error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
     assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
     for told in (None, [], "x", {"generation": "7", "epoch": None}):

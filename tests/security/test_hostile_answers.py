@@ -1,4 +1,4 @@
-"""Answers that try to break, stall or deceive a verifier get a verdict in time; no failure counts as a score of 0."""
+"""Answers that try to break, stall or deceive a verifier get a verdict in time; a verifier's failure is not a score."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.patience import PATIENCE_S
 
 GROUP = 8
 COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
-#: Indices in `hostile_texts` on which math-verify computes forever: powers of powers, factorials of factorials.
+#: Indices (modulo 20) of the `hostile_texts` on which math-verify never finishes: powers of powers, factorials.
 ENDLESS = (5, 7, 8)
-#: Deadline of a verdict in seconds; shorter would fail on a busy machine, which starts and kills processes slowly.
+#: Deadline of a verdict in seconds. On a busy machine, which starts and kills processes slowly, less would not suffice.
 DEADLINE_S = 1.0
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x+1")
 
@@ -38,7 +38,7 @@ async def judging(**keys: object) -> AsyncIterator[GroupVerifier]:
 
 
 async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]) -> list[Judgement]:
-    """Judge the texts as groups, one after another."""
+    """Judge the texts as answers to the problem, in groups of `GROUP`, one group after another."""
     found: list[Judgement] = []
     for begin in range(0, len(texts), GROUP):
         found += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
@@ -46,7 +46,7 @@ async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]
 
 
 def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Assert that only judged answers have a score, and that every verdict can be encoded."""
+    """Assert that failed verdicts have the placeholder reward 0, that no answer is correct, and all can be encoded."""
     for verdict, _ in found:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT
@@ -58,7 +58,7 @@ def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_math_verifier_judges_hostile_answers_or_reports_failure(count: int) -> None:
+async def test_math_verifier_judges_hostile_answers_or_reports_that_it_failed(count: int) -> None:
     texts = hostile_texts(count)
     async with judging() as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
@@ -70,13 +70,13 @@ async def test_math_verifier_judges_hostile_answers_or_reports_failure(count: in
         Outcome.TIMEOUT,
         Outcome.WRONG,
         Outcome.VERIFIER_ERROR,
-    }  # depends on the processor time that the expression got
+    }  # the outcome depends on how much processor time the endless expression got
     ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
     assert not [reason for reason in ours if "did not start" in reason]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_reasoning_gym_judges_hostile_answers_or_reports_failure(count: int) -> None:
+async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count: int) -> None:
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
         found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
@@ -85,7 +85,9 @@ async def test_reasoning_gym_judges_hostile_answers_or_reports_failure(count: in
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_failure_of_a_user_reward_function_affects_only_one_answer(count: int, tmp_path: Path) -> None:
+async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_which_it_failed(
+    count: int, tmp_path: Path
+) -> None:
     file = tmp_path / "r.py"
     file.write_text(
         "def score(completion, answer):\n"
@@ -103,7 +105,7 @@ async def test_failure_of_a_user_reward_function_affects_only_one_answer(count: 
     assert outcomes.count(Outcome.WRONG) == count * 17 // 20
 
 
-async def test_ordinary_group_is_verified_while_a_hostile_group_stalls() -> None:
+async def test_group_of_answers_is_verified_while_another_groups_hostile_answers_stall_the_verifier() -> None:
     other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
     async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)

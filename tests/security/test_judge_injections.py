@@ -1,7 +1,7 @@
-"""Answers that address their judge cannot break out of their quotation, and text that a judge repeats is no score.
+"""Prompt injections in answers cannot break out of their quotation in an LLM judge's prompt.
 
-The scripted judge obeys any text outside quotations. Each attack is first shown to work on a prompt with guessable
-fences or without quotation. `pytest -s` prints the fraction of attacks that changed the score.
+The scripted judge obeys any text outside quotations. Each attack is first shown to work on a prompt without quotation,
+and some on a quotation with guessable fences. `pytest -s` prints the fraction of attacks that changed the score.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def body_of(messages: tuple[Message, ...]) -> dict[str, Any]:
 
 
 def score_of(messages: tuple[Message, ...], manner: Manner) -> float | None:
-    """Return the score read from the scripted judge's reply; None if the reply is no vote."""
+    """Return the score that is read from the scripted judge's reply; None if the reply contains no valid score."""
     try:
         return SCORES.read(scripted_judge(manner)(body_of(messages)))[0]
     except Unreadable:
@@ -98,7 +98,7 @@ def with_guessed_fences(text: str) -> tuple[Message, ...]:
     return (Message("system", system), Message("user", RUBRICS["quality"].replace("{{ answer }}", block)))
 
 
-def test_thirty_attacks_change_the_score_if_answers_are_not_quoted() -> None:
+def test_thirty_prompt_injections_change_the_judges_score_if_answers_are_not_quoted() -> None:
     assert len(set(INJECTIONS)) >= 30
     moved = [score_of(without_fences(text), Manner.CAREFUL) for text in INJECTIONS]
     assert [text for text, score in zip(INJECTIONS, moved, strict=True) if score != DEMANDED] == []
@@ -107,14 +107,14 @@ def test_thirty_attacks_change_the_score_if_answers_are_not_quoted() -> None:
     print(f"\nmoved unquoted: {share(moved, DEMANDED):.0%}; by guessed fences {share(guessed, DEMANDED):.0%}")
 
 
-def test_no_attack_breaks_out_of_the_quotation_of_an_answer() -> None:
+def test_no_prompt_injection_in_an_answer_breaks_out_of_its_quotation() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) for text in INJECTIONS]
     assert share(scores, HONEST_WRONG) == 1.0
     print(f"\nmoved in quotation: {share(scores, DEMANDED):.0%} of {len(INJECTIONS)}")
 
 
 @pytest.mark.parametrize("place", ["question", "reference", "hint"])
-def test_no_attack_breaks_out_of_the_quotation_of_other_fields(place: str) -> None:
+def test_no_prompt_injection_in_another_field_of_the_judges_prompt_breaks_out_of_its_quotation(place: str) -> None:
     rubric = Template(RUBRICS["reference"] + "\n{{ hint }}")
     settings = JudgeSettings(rubric=rubric, format=SCORES)
     for text in INJECTIONS:
@@ -122,22 +122,22 @@ def test_no_attack_breaks_out_of_the_quotation_of_other_fields(place: str) -> No
         assert score_of(prompt_of(settings, problem_of(**fields), "Rome."), Manner.CAREFUL) == HONEST_WRONG
 
 
-def test_answer_repeated_by_the_judge_is_not_a_score() -> None:
+def test_score_in_an_answer_that_the_judge_repeats_is_not_taken_for_the_judges_score() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.ECHO) for text in INJECTIONS]
     assert share(scores, DEMANDED) == 0.0
     assert None in scores, "a reply with two scores is no vote"
     print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
 
 
-def test_judge_that_obeys_quoted_text_is_deceived_despite_quotation() -> None:
-    """The docs state the fraction of attacks that succeed."""
+def test_judge_that_obeys_quoted_text_is_deceived_although_answers_are_quoted() -> None:
+    """This is a known limit: the docs state the fraction of attacks that succeed against such a judge."""
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.GULLIBLE) for text in INJECTIONS]
     assert share(scores, DEMANDED) > 0.9
     print(f"\nof a judge that obeys its data: moved {share(scores, DEMANDED):.0%}")
 
 
-def test_fence_mark_of_an_earlier_prompt_does_not_help_an_attacker() -> None:
-    """Each prompt has a new mark, so a mark seen in one prompt cannot close the quotation of the next."""
+def test_answer_that_contains_the_fence_mark_of_an_earlier_prompt_cannot_close_its_quotation() -> None:
+    """The fences around an answer carry a random mark, new for each prompt, so that no answer can close them."""
     text = "Rome."
     for _ in range(20):
         mark = Quotation({"answer": text}, most_chars=10_000).mark
@@ -156,7 +156,7 @@ def test_control_tokens_in_a_quoted_answer_become_plain_text() -> None:
         assert plain in Quotation({"answer": plain}, most_chars=100).blocks["answer"]
 
 
-def test_default_judge_rubrics_quote_the_answer_once() -> None:
+def test_default_rubrics_of_the_judge_contain_the_answer_exactly_once() -> None:
     for name in RUBRICS:
         section = JudgeSection(url="http://127.0.0.1:1", rubric=name)
         settings = JudgeSettings(rubric=section.template, format=SCORES)

@@ -1,4 +1,4 @@
-"""Hostile model directories: their code never runs, even if a user could be asked at a terminal."""
+"""Code in a hostile model directory never runs, even if a user at a terminal could be asked for permission."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytes
 
 
 def read_as_commands_do(path: Path) -> None:
-    """Read all that commands such as `check` and `run` read from a model directory, and render one chat."""
+    """Read everything that commands such as `check` and `run` read from a model directory, and render one chat."""
     check_directory(path)
     refuse_quantised(path)
     check_chat_template(path)
@@ -78,7 +78,9 @@ def read_as_commands_do(path: Path) -> None:
     "seeds",
     [pytest.param([*range(300), 3404], id="300"), pytest.param(range(300, 5300), id="5000", marks=pytest.mark.slow)],
 )
-def test_damaged_model_directory_is_read_or_rejected_in_one_sentence(seeds: Sequence[int], tmp_path: Path) -> None:
+def test_damaged_model_directory_is_either_read_or_rejected_with_a_one_sentence_error(
+    seeds: Sequence[int], tmp_path: Path
+) -> None:
     refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         path = tmp_path / str(seed)

@@ -1,6 +1,6 @@
-"""Every application of the product is attacked by the tests of this folder, and served only behind the gate.
+"""Every server of the product is attacked by the tests of this folder, and requires authorisation.
 
-Applications are found in the sources: a new server fails here until `servers.application` builds it.
+Servers are found in the source files: a new server fails these tests until `servers.application` builds it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tests.security.servers import SERVERS, application
 
 #: Folders whose code serves in production. Benchmarks are excluded because only developers start them.
 PRODUCT = ("inference_contract/", "trainer_contract/", "pipelinerl/", "launch/")
-#: The only module that may start a server.
+#: The only module of the product that may start a server; it adds the authorisation check and the connection limits.
 SERVES = "pipelinerl/system/http_service.py"
-#: Calls that build an application. Below: calls and modules that serve an application without the gate.
+#: Calls that build an application. Below: calls and modules that serve one without the authorisation check.
 MAKES = frozenset({"FastAPI", "Starlette", "Litestar", "Quart", "Flask", "make_asgi_app", "make_wsgi_app"})
 OTHER_WAYS = frozenset(
     {"start_server", "start_http_server", "start_wsgi_server", "make_server", "HTTPServer", "ThreadingHTTPServer",
      "TCPServer", "ThreadingTCPServer", "AppRunner", "run_app", "create_asgi_server"}
 )  # fmt: skip
 OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref", "xmlrpc.server", "aiohttp.web")
-#: Modules that may serve without the gate: the connection limits in front of the server, and the conformance kit, which
-#: serves weights while the engine under test pulls them.
+#: Modules that may serve without the authorisation check: the connection limits in front of the server, and the
+#: conformance kit, which serves weights while the engine under test pulls them.
 MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/pull_checks.py"})
 
 #: The gateway has a key per episode instead of a token; `tests/environments/test_gateway.py` attacks it.
@@ -35,7 +35,7 @@ ATTACKED_ELSEWHERE = frozenset({"pipelinerl/environments/gateway.py"})
 
 
 def calls(module: Module) -> Iterator[str]:
-    """Yield the last part of the name of each function that the module calls."""
+    """Yield the name of each function that the module calls, without the module or object before the dot."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             match node.func:
@@ -48,7 +48,7 @@ def makes_an_application(module: Module) -> bool:
 
 
 def other_ways(modules: Iterable[Module]) -> Iterator[str]:
-    """Yield the modules that serve without the gate and the connection limits."""
+    """Yield the modules that start a server without the authorisation check and the connection limits."""
     for module in (each for each in modules if each.path not in MAY):
         for name in sorted(OTHER_WAYS.intersection(calls(module))):
             yield f"{module.path} calls {name}: serve by {SERVES}, which bounds connections and asks for the token"
@@ -62,12 +62,12 @@ def product() -> list[Module]:
 
 
 def modules_of(app: Any) -> set[str]:
-    """Return the files that define an application and its routes."""
+    """Return the source files that define the application and its routes."""
     endpoints = (getattr(route, "endpoint", None) for route in app.routes)
     return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
 
 
-def test_every_application_is_attacked_by_security_tests(tmp_path: Path) -> None:
+def test_every_server_application_is_attacked_by_security_tests(tmp_path: Path) -> None:
     attacked: set[str] = set()
     for server in SERVERS:
         place = tmp_path / server.replace(" ", "-")
@@ -79,19 +79,19 @@ def test_every_application_is_attacked_by_security_tests(tmp_path: Path) -> None
     assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
 
 
-def test_no_module_serves_without_the_authorisation_gate() -> None:
+def test_no_module_starts_a_server_without_the_authorisation_check() -> None:
     assert not (found := list(other_ways(product()))), "\n".join(found)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_every_application_has_the_authorisation_gate(server: str, tmp_path: Path) -> None:
-    """`guard` marks an application as gated; `serve_until` serves an application without a token only on loopback."""
+def test_every_server_application_has_the_authorisation_check(server: str, tmp_path: Path) -> None:
+    """`guard` adds the authorisation check; `serve_until` serves an application without a token only on loopback."""
     guarded: Any = application(server, tmp_path)
     assert guarded.state.guarded is True
 
 
-def test_new_server_outside_the_security_tests_is_detected() -> None:
+def test_new_server_that_the_security_tests_do_not_cover_is_detected() -> None:
     page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
     assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
     metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")

@@ -1,4 +1,4 @@
-"""Hostile requests with a valid token to a parameter server are rejected, never answered with a server error."""
+"""A parameter server rejects hostile requests that have a valid token, and never answers with a 5xx server error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(url: str, method: str, path: str, headers: dict[str, Any] | None = None,
 @pytest.mark.parametrize(
     "named", ["bytes 0-{}/4000", "bytes {}-{}/4000", "bytes {}-1/4000", "bytes -{}/4000", "{}", "bytes \u0661-2/4000"]
 )
-def test_byte_range_with_five_thousand_digits_is_rejected(url: str, named: str) -> None:
+def test_http_byte_range_with_five_thousand_digits_is_rejected(url: str, named: str) -> None:
     header = named.replace("{}", "9" * 5000).encode()
     for method, name in (("PUT", "content-range"), ("GET", "range")):
         answer = ask(url, method, "/weights/1/1", {name: header}, content=b"x" if method == "PUT" else b"")
@@ -52,14 +52,16 @@ def test_weight_version_that_is_not_a_number_is_rejected(url: str, key: str) -> 
     "source",
     ["http://[::1", "http://host:99999", "http://" + "a" * 64 + ".lab", "http://a..b", "http://host:0", "http://[x]"],
 )
-def test_copy_source_whose_host_cannot_be_resolved_is_rejected(url: str, source: str) -> None:
+def test_copying_weights_from_a_host_that_cannot_be_resolved_is_rejected(url: str, source: str) -> None:
     order = {"source": source, "digest": "0", "whole": "0", "timeout_s": 1.0}
     answer = ask(url, "POST", "/versions/1/1/copy", json=order)
     assert answer.status_code == 422 and answer.json()["error"]["param"] == "source"
 
 
-def test_weight_upload_of_single_bytes_is_cut_off_at_the_time_limit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a client that sends a byte just before each timeout would hold a version's memory forever."""
+def test_weight_upload_that_sends_single_bytes_is_ended_at_the_time_limit(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a client that sends one byte just before each timeout would occupy a version's memory forever."""
     monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.6)
     head = f"PUT /weights/1/1 HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\nauthorization: Bearer {TOKEN}\r\n\r\n"
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""Peers of a weight group that announce one thing and do another: the update fails, and the old weights keep serving.
+"""If a peer in a weight group does not send what it announced, the update fails and the engine serves the old weights.
 
-The actions of rank 0 are drawn from a seed; a failing test names the case.
+A hostile rank 0, in the trainer's place, acts as drawn from a seed; a failing test names the seed's case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PIECES = LAYOUT.pieces(BUCKET_BYTES)
 AGREEMENT = LAYOUT.agreement(BUCKET_BYTES).encode()
 
 Draw = np.random.Generator
-#: Rank 0's announcement, and the bytes of each piece that it sends afterwards. None means that it leaves the group.
+#: Rank 0's announcement, and the bytes of each weight piece that it then sends. None as announcement means that none is
+#: made; None as a piece means that rank 0 leaves the group.
 Attack = tuple[bytes | None, list[bytes | None]]
 
 
@@ -87,7 +88,7 @@ ATTACKS: tuple[Callable[[Draw], Attack], ...] = (
 
 
 class Peers:
-    """An engine's receiver whose group endpoint runs in its own process; this test process is rank 0."""
+    """An engine's weight receiver, whose membership in the group runs in a separate process; the test is rank 0."""
 
     def __init__(self) -> None:
         self.setting = Setting()
@@ -106,7 +107,7 @@ class Peers:
         patience_s: float = PATIENCE_S,
         sends_s: float = PATIENCE_S,
     ) -> UpdateStatus:
-        """Run a whole update from rank 0's side; raise the error with which it fails.
+        """Run a whole weight update as rank 0; return its status, or raise the error with which it fails.
 
         Args:
             patience_s: the engine's timeout.
@@ -127,7 +128,7 @@ class Peers:
     def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None], patience_s: float) -> None:
         if announced is not None:
             rank_0._store.set(KEY, announced)
-        with suppress(UpdateError, DeadlineError):  # the engine has left
+        with suppress(UpdateError, DeadlineError):  # raised when the engine has detected the attack and left the group
             for piece in pieces:
                 if piece is None:
                     rank_0.close()
@@ -146,7 +147,7 @@ def peers() -> Iterator[Peers]:
 
 
 async def answered(peers: Peers, cases: range) -> Counter[str]:
-    """Return the count of each outcome; honest updates in between show that the engine still accepts updates."""
+    """Run the attacks; return the count of each outcome. Every 14 attacks, an honest update must succeed."""
     target, ended = peers.setting.target, Counter[str]()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
     for case in cases:
@@ -167,7 +168,7 @@ async def answered(peers: Peers, cases: range) -> Counter[str]:
     return ended
 
 
-async def test_engine_serves_its_old_weights_after_an_update_by_a_hostile_peer(peers: Peers) -> None:
+async def test_engine_keeps_its_old_weights_after_a_weight_update_by_a_hostile_peer(peers: Peers) -> None:
     ended = await answered(peers, range(14))
     assert ended.pop("honest") == 1 and sum(ended.values()) == 14
     assert {"longer: peer_lost", "other_bytes: digest_mismatch", "other_announcement: peer_lost"} <= ended.keys()
@@ -176,7 +177,7 @@ async def test_engine_serves_its_old_weights_after_an_update_by_a_hostile_peer(p
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_engine_serves_its_old_weights_after_updates_by_many_hostile_peers(
+async def test_engine_keeps_its_old_weights_after_hundreds_of_weight_updates_by_hostile_peers(
     part: int, peers: Peers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = await answered(peers, range(100 * part, 100 * (part + 1)))
@@ -184,13 +185,15 @@ async def test_engine_serves_its_old_weights_after_updates_by_many_hostile_peers
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
 
 
-async def test_next_weight_group_forms_after_the_forking_process_is_killed(peers: Peers) -> None:
+async def test_engine_joins_its_next_weight_group_even_if_the_process_that_forks_receivers_was_killed(
+    peers: Peers,
+) -> None:
     peers.nursery.kill()
     peers.nursery.wait()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
 
 
-def test_nccl_and_vllm_reject_a_separate_receiving_process(peers: Peers) -> None:
+def test_receiving_weights_in_a_separate_process_is_rejected_with_nccl_or_vllm(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
         ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
@@ -198,7 +201,7 @@ def test_nccl_and_vllm_reject_a_separate_receiving_process(peers: Peers) -> None
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 
 
-def test_recipe_chooses_the_process_that_receives_weights() -> None:
+def test_recipe_chooses_whether_weights_are_received_in_the_engines_or_a_separate_process() -> None:
     assert endpoints_of(engine_options()) is IN_PROCESS
     chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
     assert isinstance(chosen, OwnProcess)

@@ -1,4 +1,4 @@
-"""Weight pieces of the wrong length, and PREPAREs that no broadcast follows, are rejected and block no one."""
+"""Weight pieces of a wrong length, and update requests that no broadcast follows, fail without blocking any engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_wrong_weight_piece_lengths_are_rejected_before_the_first_piece(setting: Setting) -> None:
-    """Gloo throws in its own thread if a piece is longer than the receiver expects, which would end the process."""
+async def test_weight_pieces_announced_with_a_wrong_length_are_rejected_before_the_first_is_sent(
+    setting: Setting,
+) -> None:
+    """If a piece is longer than the receiver expects, Gloo throws in its own thread, which would end the process."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
     sender, group = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 128), setting.trainer
@@ -41,7 +43,7 @@ async def test_wrong_weight_piece_lengths_are_rejected_before_the_first_piece(se
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_second_prepare_of_a_version_with_other_settings_is_rejected(setting: Setting) -> None:
+async def test_second_prepare_request_for_a_weight_version_with_other_settings_is_rejected(setting: Setting) -> None:
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
@@ -50,8 +52,8 @@ async def test_second_prepare_of_a_version_with_other_settings_is_rejected(setti
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_prepare_aborted_before_a_broadcast_ends_without_waiting_for_peers(setting: Setting) -> None:
-    """The engine has not entered a collective, so it does not wait for a peer to leave."""
+async def test_weight_update_aborted_before_its_broadcast_ends_without_waiting_for_peers(setting: Setting) -> None:
+    """The engine has not entered a collective operation yet, so it need not wait for its peers to leave."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
@@ -63,7 +65,7 @@ async def test_prepare_aborted_before_a_broadcast_ends_without_waiting_for_peers
 
 
 class _Deaf(Recording):
-    """A recording control in which the engines in `lost` never receive PREPARE."""
+    """A client of engines in which the prepare requests to the engines in `lost` never arrive."""
 
     lost: frozenset[str] = frozenset()
 
@@ -74,8 +76,8 @@ class _Deaf(Recording):
         return await super().request_weight_update(url, request)
 
 
-async def test_engine_that_misses_prepare_does_not_delay_other_engines() -> None:
-    """In gloo's tree, other engines would wait for the lost one for a third of the publication's time."""
+async def test_engine_that_did_not_receive_the_prepare_request_does_not_delay_the_weight_update_of_others() -> None:
+    """If the broadcast included that engine, other engines in gloo's tree would wait for it until a timeout."""
     with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
         urls = [first, second, third]
         async with EngineClient() as client:

@@ -1,4 +1,4 @@
-"""A long text from one client cannot delay an engine's other clients: its length is checked before it is tokenised."""
+"""A long text from one client cannot delay an engine's other clients: an engine checks its length before tokenising."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXT: Final = VersionRunner.context_length
 
 
 class SlowTokenizer:
-    """A tokenizer that counts texts and finishes one only on command, like a real tokenizer on megabytes of text."""
+    """A tokenizer that counts its texts and finishes a text only when the test says so, as if the text were huge."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -62,7 +62,7 @@ def asked(*contents: str) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize("contents", [("a" * 4_000_000,), ("a" * 20_000,) * 2, ("a",) * 100_000])
-async def test_text_longer_than_the_context_is_rejected_before_tokenising(
+async def test_text_that_cannot_fit_the_context_is_rejected_before_it_is_tokenised(
     served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
 ) -> None:
     engine, tokenizer = served

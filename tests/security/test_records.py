@@ -1,4 +1,4 @@
-"""Hostile stream entries by a holder of the Redis password become dead letters and crash no process."""
+"""Hostile stream entries, written with the Redis password, are moved to the dead-letter stream and crash no process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.rollouts import group
 
-#: A record whose one-letter name is replaced by a byte that is invalid UTF-8.
+#: A message whose field `reason` is replaced by bytes that are invalid UTF-8.
 NO_TEXT = encode(GroupFailed(order_id="x", index=1, purpose="training", reason="\u20ac")).replace(
     b"\xe2\x82\xac", b"\xff\xff\xff"
 )
@@ -56,7 +56,7 @@ def test_bytes_that_are_not_a_message_raise_a_decode_error(payload: bytes) -> No
             decode(payload)
 
 
-def test_record_with_invalid_utf8_names_raises_a_record_error() -> None:
+def test_prompt_order_whose_header_is_invalid_utf8_or_incomplete_raises_a_record_error() -> None:
     record = _seal(Kind.ORDER, {"order_id": "aaaa"})
     header = msgspec.msgpack.encode({"order_id": "aaaa"}).replace(b"aaaa", b"\xff" * 4)
     with pytest.raises(RecordError):
@@ -72,12 +72,12 @@ def _sealed(kind: Kind, header: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("index", [-1, 2**53, 2**62])
-def test_impossible_group_index_raises_a_record_error(index: int) -> None:
+def test_rollout_group_with_an_impossible_index_raises_a_record_error(index: int) -> None:
     with pytest.raises(RecordError, match="index"):
         decode_group(encode_group(dataclasses.replace(group(1), index=index)))
 
 
-def test_group_with_impossible_versions_raises_a_record_error() -> None:
+def test_rollout_group_with_impossible_model_versions_raises_a_record_error() -> None:
     whole = group(1)
     for change in ({"model_version": -1}, {"model_version": 2**60}):
         turn = whole.rollouts[0].turns[0]
@@ -87,7 +87,7 @@ def test_group_with_impossible_versions_raises_a_record_error() -> None:
             decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
 
 
-async def test_trainer_skips_groups_far_beyond_the_issued_orders() -> None:
+async def test_trainer_skips_rollout_groups_whose_index_is_far_beyond_the_issued_prompt_orders() -> None:
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
@@ -113,7 +113,7 @@ async def test_hostile_reports_do_not_crash_the_controller(run: Running) -> None
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_controller_restarts_despite_an_unreadable_order_for_a_prompt(tmp_path: Path) -> None:
+async def test_controller_restarts_even_if_the_stream_contains_unreadable_prompt_orders(tmp_path: Path) -> None:
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -132,7 +132,7 @@ def _there(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
-async def test_unreadable_controller_journal_is_ignored(entry: bytes) -> None:
+async def test_controllers_journal_with_an_unreadable_entry_is_ignored(entry: bytes) -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -144,7 +144,7 @@ async def test_unreadable_controller_journal_is_ignored(entry: bytes) -> None:
     "body",
     [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "preset": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
 )
-async def test_knob_that_cannot_be_journaled_is_not_changed(run: Running, body: bytes) -> None:
+async def test_knob_is_not_changed_if_its_new_value_cannot_be_written_to_the_journal(run: Running, body: bytes) -> None:
     before = run.controller.state.knobs
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -153,8 +153,8 @@ async def test_knob_that_cannot_be_journaled_is_not_changed(run: Running, body: 
     assert run.controller.state.knob_log == []
 
 
-async def test_author_of_a_knob_change_is_limited_in_length(run: Running) -> None:
-    """The author is stored in the journal, in every snapshot and in the event log."""
+async def test_knob_change_with_an_overlong_author_name_is_rejected(run: Running) -> None:
+    """The limit exists because the author is stored in the journal, in every snapshot and in the event log."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         refused = await http.patch("/knobs", json={"j": 2}, headers={"x-who": "a" * 129})
@@ -162,7 +162,7 @@ async def test_author_of_a_knob_change_is_limited_in_length(run: Running) -> Non
 
 
 async def test_engine_name_with_a_lone_surrogate_is_rejected(run: Running) -> None:
-    """JSON can contain a lone surrogate, which cannot be encoded as UTF-8."""
+    """JSON can contain a lone surrogate such as "\\ud800", which cannot be encoded as UTF-8."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         headers = {"content-type": "application/json"}

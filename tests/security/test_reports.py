@@ -1,4 +1,4 @@
-"""Impossible reports to the controller become dead letters; they do not change its state and do not end it."""
+"""Impossible reports to the controller go to the dead-letter stream; they neither change its state nor crash it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_report_with_a_wrong_account_becomes_a_dead_letter_and_changes_nothing(
+async def test_report_with_an_impossible_account_goes_to_the_dead_letter_stream_and_changes_nothing(
     run: Running, forged: ControlMessage
 ) -> None:
     await run.start()
@@ -84,7 +84,7 @@ async def test_report_with_a_wrong_account_becomes_a_dead_letter_and_changes_not
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_answers_to_problems_never_issued_do_not_end_an_evaluation(tmp_path: Path) -> None:
+async def test_forged_results_for_problems_that_were_never_issued_do_not_end_an_evaluation(tmp_path: Path) -> None:
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
@@ -98,8 +98,8 @@ async def test_answers_to_problems_never_issued_do_not_end_an_evaluation(tmp_pat
         assert run.controller.state.evaluations.current is evaluation and evaluation.answers == {}
 
 
-async def test_failed_controller_decision_is_rolled_back(run: Running) -> None:
-    """The report becomes a dead letter, and the part of the decision already made is undone."""
+async def test_controller_decision_that_raises_an_error_is_rolled_back(run: Running) -> None:
+    """The report goes to the dead-letter stream, and state changes made before the failure are undone."""
     await run.start()
     decide = run.controller.decide
 
@@ -147,14 +147,14 @@ def _message(draw: random.Random, kind: Any) -> Any:
     drawn = {field.name: _hostile(draw, field.type) for field in fields}
     if "epoch" in drawn and draw.random() < 0.7:
         drawn["epoch"] = 1
-    if kind is ConsumedReport and draw.random() < 0.5:  # some reports have an account that balances
+    if kind is ConsumedReport and draw.random() < 0.5:  # half of the accounts are consistent
         frontier = draw.randrange(0, 12)
         drawn = {"trained": frontier, "frontier": frontier}
     return kind(**drawn)
 
 
 async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None:
-    """Each of 2000 reports, with fields as hostile as their types allow, is either rejected or decided."""
+    """The controller rejects or processes each of 2000 reports whose fields are as hostile as their types allow."""
     await run.start()
     await run.tell(step(1))
     draw, controller = random.Random(0), run.controller
@@ -171,8 +171,8 @@ async def test_no_hostile_report_makes_the_controller_fail(run: Running) -> None
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_order_of_an_unreadable_group_is_reported_as_failed() -> None:
-    """Otherwise the order would stay in flight until no other group is left to train on."""
+async def test_trainer_reports_the_prompt_order_of_an_unreadable_rollout_group_as_failed() -> None:
+    """Otherwise the controller would count the order as in flight until no other group is left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()

@@ -1,4 +1,4 @@
-"""A password in a recipe is written only to files that only their owner may read."""
+"""Passwords and tokens are written only to files that only their owner may read, and appear in no output."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ URLS = [
 
 
 def with_streams(url: str) -> RunConfig:
-    """Return the shipped recipe with this stream server address, which may contain a password."""
+    """Return a shipped recipe with `url`, which may contain a password, as its Redis URL."""
     return parse(to_table(load("tiny")) | {"streams": {"redis_url": url}})
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_public_report_omits_the_redis_password(url: str, tmp_path: Path) -> None:
+def test_html_report_omits_the_redis_password(url: str, tmp_path: Path) -> None:
     save(with_streams(url), tmp_path / "recipe.toml")
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", elapsed_s=0.0, run="tiny", knobs={})
@@ -48,7 +48,9 @@ def test_public_report_omits_the_redis_password(url: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_printed_recipe_hides_the_password_and_the_saved_recipe_is_private(url: str, tmp_path: Path) -> None:
+def test_printed_recipe_hides_the_redis_password_and_only_the_owner_can_read_the_saved_recipe(
+    url: str, tmp_path: Path
+) -> None:
     config = with_streams(url)
     identity = Identity(
         config=config, run_dir=tmp_path, name="a", redis_url=url, controller_url="http://c", token="hunter2-token"
@@ -62,7 +64,7 @@ def test_printed_recipe_hides_the_password_and_the_saved_recipe_is_private(url: 
     assert kept is not None and kept.get_secret_value() == url
 
 
-def test_error_for_an_invalid_redis_address_omits_its_password() -> None:
+def test_error_for_an_invalid_redis_url_omits_its_password() -> None:
     for wrong in (f"http://:{PASSWORD}@host", [f"redis://:{PASSWORD}@host"], {"url": f"redis://:{PASSWORD}@host"}):
         with pytest.raises(RecipeError) as refused:
             parse({"streams": {"redis_url": wrong}})
@@ -70,7 +72,7 @@ def test_error_for_an_invalid_redis_address_omits_its_password() -> None:
 
 
 @pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
-async def test_error_for_an_unreachable_stream_server_omits_its_password(url: str) -> None:
+async def test_error_for_an_invalid_or_unreachable_redis_server_omits_its_password(url: str) -> None:
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")
     assert PASSWORD not in str(refused.value)
@@ -93,8 +95,10 @@ def test_log_lines_omit_the_redis_password() -> None:
 # --- tokens and arguments ---------------------------------------------------------------------------------------------
 
 
-def test_roles_started_without_a_token_agree_on_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a token, a server on loopback would answer every program of every user of the machine."""
+def test_processes_of_a_run_that_are_started_without_an_auth_token_agree_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they had no token, a server on loopback would answer every program of every user of the machine."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with ThreadPoolExecutor(8) as pool:
         tokens = set(pool.map(lambda _: token_of(None, tmp_path / "run"), range(8)))
@@ -105,7 +109,7 @@ def test_roles_started_without_a_token_agree_on_one_token(tmp_path: Path, monkey
     assert token_of(None, tmp_path / "run") == "given"
 
 
-def test_role_that_cannot_store_a_token_needs_the_no_token_option(
+def test_process_that_cannot_write_a_file_for_its_auth_token_must_be_started_with_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
@@ -117,7 +121,7 @@ def test_role_that_cannot_store_a_token_needs_the_no_token_option(
 
 
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
-def test_redis_password_in_arguments_is_moved_to_the_environment(spelled: list[str]) -> None:
+def test_redis_password_in_command_line_arguments_is_moved_to_the_environment(spelled: list[str]) -> None:
     moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
     assert moved == (
         ["python", "-m", "x", "actor", "--name", "a"],
@@ -131,7 +135,7 @@ def test_redis_password_in_arguments_is_moved_to_the_environment(spelled: list[s
     "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
 )
 def test_password_in_a_command_line_override_is_rejected(override: str, url: str) -> None:
-    """The password would stay in the process list. Overrides are a role's --set and bare words of `run`."""
+    """Command lines are visible in the process list. Overrides are the values of --set and the words `key=value`."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
     assert PASSWORD not in str(refused.value)
@@ -141,8 +145,8 @@ def test_password_in_a_command_line_override_is_rejected(override: str, url: str
         )
 
 
-def test_process_list_omits_the_redis_password_of_a_role(tmp_path: Path) -> None:
-    """The role replaces its own arguments, and the kernel lists the current ones."""
+def test_operating_systems_process_list_omits_the_redis_password(tmp_path: Path) -> None:
+    """The process restarts itself without the password in its arguments, so the kernel no longer lists it."""
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
     try:

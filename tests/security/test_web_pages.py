@@ -1,7 +1,8 @@
-"""A web page in a browser on the same machine can do nothing to a server without a token.
+"""A server that runs without a token rejects every request of web pages in a browser on the same machine.
 
-A page can send GETs, and POSTs of forms and text, to any address, but cannot remove the `Origin`. A page whose name
-resolves to 127.0.0.1 after loading (DNS rebinding) has the server's origin, but cannot remove its name from `Host`.
+A page can send GET requests, and POST requests of forms and text, to any address, but cannot remove the `Origin`
+header. A page whose domain resolves to 127.0.0.1 after loading (DNS rebinding) has the same origin as the server, but
+its requests name that domain in the `Host` header.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 from tests.security.servers import OPEN_SERVERS, TOKEN, application
 
-#: For each server, the method and path of a route that changes something.
+#: For each kind of server, the method and path of a route that changes the server's state.
 ACTS = {
     "engine": ("POST", "/v1/chat/completions"),
     "controller": ("POST", "/stop"),
@@ -59,7 +60,7 @@ def ask(served: str, method: str, path: str, headers: dict[str, str], body: byte
         ({}, 415, "not_json"),
     ],
 )
-def test_web_page_cannot_use_a_route_that_changes_something(
+def test_web_page_cannot_use_a_route_that_changes_a_servers_state(
     open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
 ) -> None:
     served, server = open_server
@@ -74,7 +75,7 @@ def test_web_page_cannot_end_a_run_by_a_request_without_a_body(headers: dict[str
         assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
 
 
-def test_web_page_cannot_read_answers_through_dns_rebinding(open_server: tuple[str, str]) -> None:
+def test_web_page_cannot_read_a_servers_responses_through_dns_rebinding(open_server: tuple[str, str]) -> None:
     served, _ = open_server
     for path in ("/health", "/v1/models", "/knobs", "/versions"):
         assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
@@ -82,7 +83,9 @@ def test_web_page_cannot_read_answers_through_dns_rebinding(open_server: tuple[s
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"])
-def test_requests_of_local_users_and_programs_are_served(open_server: tuple[str, str], host: str) -> None:
+def test_server_without_a_token_serves_requests_of_local_users_and_programs(
+    open_server: tuple[str, str], host: str
+) -> None:
     served, server = open_server
     assert ask(served, "GET", "/health", {"host": host}).status_code == 200
     method, path = ACTS[server]

@@ -1,8 +1,8 @@
-"""Measure how long clients wait for a busy server, from a separate process.
+"""Measure, from a separate process, how long a busy server makes its clients wait.
 
-The busy server and an idle one get `/health` requests at the same moments, independently of the process that sends the
-load. A *stall* is the delay of the busy server against the idle one, less the time for which the kernel kept the server
-ready without a core: a machine that is merely busy causes no stall.
+A busy and an idle server get `/health` requests at the same moments; another process sends the busy server's load. A
+*stall* is how much later the busy server answers than the idle one, minus the time for which the busy server was ready
+to run but got no core: a machine that is merely busy causes no stall.
 
     python -m tests.security.waiting URL IDLE_URL PID      prints its longest stalls as JSON once stdin has closed
 """
@@ -29,7 +29,7 @@ _KEPT: Final = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class Stall:
-    """A delay caused by the server itself; `began` and `ended` are times of the monotonic clock."""
+    """A delay that the server itself caused; `began` and `ended` are readings of the monotonic clock."""
 
     seconds: float
     waited_s: float = 0.0
@@ -72,7 +72,7 @@ def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
 
 
 def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
-    """Send one request on each connection at once; return the seconds that each took to be answered."""
+    """Send one request on each connection at the same time; return the seconds until each was answered."""
     heard, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
     for connection in connections:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -89,12 +89,12 @@ def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
 
 
 def _not_run_s(pid: int) -> float:
-    """Return the seconds for which the main thread, which runs the event loop, waited for a core."""
+    """Return the seconds for which the process's main thread, which runs the event loop, waited for a CPU core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def main(url: str, idle_url: str, pid: int) -> None:
-    """Watch until stdin closes, then print the longest stalls."""
+    """Watch the busy server until stdin closes, then print its longest stalls."""
     with connect(url) as target, connect(idle_url) as idle:
         _asked(target, idle)
         print("watching", flush=True)

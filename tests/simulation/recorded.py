@@ -1,4 +1,4 @@
-"""Synthetic events of a run with known times, to check a calibration."""
+"""Synthetic run events with known durations, from which a calibration should recover these durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_events(
     token_s: float | None = None,
     engine: EngineTimes | None = None,
 ) -> list[Event]:
-    """Return events with a step every `period_s`, and engine counters that follow from `engine`."""
+    """Return the events of a run with a step every `period_s`, and engine counters that follow from `engine`."""
     draw = random.Random(0)
     decode_steps = rows = prompts = 0
     busy_s = 0.0

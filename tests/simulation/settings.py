@@ -1,4 +1,4 @@
-"""Settings and hardware from which tests derive their own."""
+"""Base settings and hardware for tests of the simulation, which replace single fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, 
 from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths, SimulatedSetting
 from pipelinerl.staleness import StalenessBounds
 
-#: 10 ms per decode step, and 0.1 ms more for each row.
+#: A decode step takes 10 ms, plus 0.1 ms for each row.
 ENGINE = EngineTimes(step_s=0.01, row_s=0.0001)
-#: Engine and trainer are about equally fast; everything else takes no time.
+#: Engine and trainer are about equally fast; transfers, verification and all else take no time.
 BALANCED = Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=2e-4))
-#: Like `BALANCED`, but everything else also takes some time.
+#: Like `BALANCED`, but transfers, verification and all else take some time.
 WHOLE = replace(
     BALANCED,
     engine=replace(ENGINE, prompt_token_s=2e-5),
@@ -38,10 +38,10 @@ _FIRST = SimulatedSetting(
 
 
 def setting(j: int = 1, k: float = 2, **changes: Any) -> SimulatedSetting:
-    """Return the setting of a run with 64 rollouts per step, of heavy-tailed lengths, on one engine with 64 rows."""
+    """Return a run with 64 rollouts per step, heavy-tailed answer lengths, and one engine that decodes 64 rows."""
     return replace(_FIRST, bounds=StalenessBounds(j, k), **changes)
 
 
 def fixed(tokens: int) -> FixedLengths:
-    """Return a distribution in which every answer has `tokens` tokens."""
+    """Return a distribution of lengths in which every answer has `tokens` tokens."""
     return FixedLengths(tokens)

@@ -1,4 +1,4 @@
-"""Tests that a calibration recovers the times from which a run's events were made."""
+"""Calibration fits the simulation's durations to a run's events: it recovers the durations that made the events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.simulation.settings import fixed, setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_calibration_recovers_the_times_that_the_events_were_made_from() -> None:
-    """Engine times come from its counters, trainer times from tokens, and all others from their events."""
+def test_calibration_recovers_the_durations_from_which_the_events_were_made() -> None:
+    """Engine times are fitted to the engine's counters, trainer times to token counts, all others to their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
     found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
@@ -34,8 +34,8 @@ def test_calibration_recovers_the_times_that_the_events_were_made_from() -> None
     assert found.control.report_s == pytest.approx(0.02)
 
 
-def test_step_time_that_nothing_else_explains_is_attributed_to_actors() -> None:
-    """The fitted work of an actor per rollout makes simulated steps as long as the recorded steps."""
+def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors() -> None:
+    """The fitted time that an actor spends on each rollout makes simulated steps as long as the recorded steps."""
     known = Hardware(
         engine=ENGINE,
         trainer=TrainerTimes(token_s=0.5 / 2000),
@@ -51,14 +51,14 @@ def test_step_time_that_nothing_else_explains_is_attributed_to_actors() -> None:
     assert found.control.request_s == pytest.approx(0.002, rel=0.1)
 
 
-def test_waiting_for_rows_to_drain_is_not_mistaken_for_a_slow_network() -> None:
-    """Only the sending time of a publication that waits for rows counts."""
+def test_calibration_does_not_mistake_waiting_for_running_samples_for_a_slow_network() -> None:
+    """If a publication waits until the engine's rows are empty, only its sending time counts as network time."""
     events = [event | ({"total_s": 3.0} if event["kind"] == "publish" else {}) for event in run_events(engine=ENGINE)]
     drained = ObservedRun(events=events, setting=setting(1, 8, on_update=OnUpdate.DRAIN))
     assert calibrate([drained]).update.send_s == pytest.approx(0.05)
 
 
-def test_contention_is_estimated_from_a_second_run() -> None:
+def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_second_run() -> None:
     """In the second run, engine and trainer are 1.5 times as slow."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
@@ -69,8 +69,8 @@ def test_contention_is_estimated_from_a_second_run() -> None:
     assert not calibrate([alone, alone]).contention.exists
 
 
-def test_measured_metrics_are_means_over_the_counted_steps() -> None:
-    """The first fifth of the steps, and steps that overlap an evaluation, do not count."""
+def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted() -> None:
+    """The first fifth of the steps, and steps that overlap an evaluation, are not counted."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
     assert measured.step_s == pytest.approx(2.0)
@@ -96,16 +96,16 @@ def test_measured_metrics_are_means_over_the_counted_steps() -> None:
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_impossible_calibration_is_rejected_and_the_missing_data_named(
+def test_calibration_without_enough_events_is_rejected_with_an_error_that_names_the_missing_data(
     events: list[dict[str, object]], said: str
 ) -> None:
-    """The message also names a remedy."""
+    """The error message also says what to do."""
     with pytest.raises(UserError, match=said):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_prediction_errors_are_relative_to_the_measurement() -> None:
-    """Simulated ÷ measured − 1, for each compared figure."""
+def test_error_of_a_prediction_is_relative_to_the_measured_value() -> None:
+    """For each compared metric, the error is simulated ÷ measured − 1."""
     measured = measure(run_events(period_s=2.0))
     predicted = replace(
         simulate(setting(1, 1), Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=1e-4))), step_s=2.2
@@ -117,13 +117,13 @@ PACED = Hardware(engine=EngineTimes(step_s=0.03, row_s=0.0005), trainer=TrainerT
 DRAIN = setting(1, 4, on_update=OnUpdate.DRAIN, lengths=HeavyTailedLengths(12.0, 0.9, 48), prompt_tokens=9, steps=200)
 
 
-def test_simulated_drain_discards_no_groups_in_short_and_long_runs() -> None:
+def test_simulated_updates_in_drain_mode_discard_no_groups_in_short_and_long_runs() -> None:
     assert simulate(DRAIN, PACED).discarded == 0.0
     like = simulated_like(run_events(steps=24), DRAIN, PACED)
     assert like.steps == 24 and like.discarded == 0.0
 
 
-def test_comparable_prediction_is_the_median_of_several_simulations() -> None:
+def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several_simulations() -> None:
     found = simulated_like(run_events(steps=24), DRAIN, PACED)
     runs = [simulate(replace(DRAIN, steps=24, seed=seed), PACED) for seed in range(DRAWS)]
     assert (

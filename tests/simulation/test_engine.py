@@ -1,4 +1,4 @@
-"""Tests that the simulation chooses among waiting groups like the real `Batcher`."""
+"""The simulation chooses among waiting groups as the trainer's real `Batcher` does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def simulated(index: int, version: int) -> SimulatedGroup:
     k=st.integers(1, 5),
     rollouts=st.sampled_from([2, 3, 6]),
 )
-def test_simulation_chooses_the_same_groups_as_the_batcher(arrivals: list[list[int]], k: int, rollouts: int) -> None:
-    """Simulation and `Batcher` also drop the same groups as stale."""
+def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(
+    arrivals: list[list[int]], k: int, rollouts: int
+) -> None:
+    """The simulation also drops the same groups as stale as the `Batcher`."""
     real, twin = _batcher(), WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
     for versions in arrivals:

@@ -1,4 +1,4 @@
-"""Simulated comparisons on the shipped hardware tables, checked against those that two papers published.
+"""Comparisons of training methods, simulated with the shipped hardware tables, agree with those in two papers.
 
     PipelineRL   arXiv:2509.19128, 7B on 128 H100s: in flight against conventional RL with G = 32 (§5, figure 5c),
                  and the authors' own model of both at equal lag (appendix A.4, figure 9)
@@ -31,12 +31,12 @@ TOLERANCE: Final = 0.25
 # --- PipelineRL, §5: batch, rows and GPUs are published ---------------------------------------------------------------
 
 _BATCH, _ROWS, _GPUS, _GENERATE = 1024, 64, 128, 48
-#: The longest answer in tokens, as in the authors' post on the 7B run and in their default configuration.
+#: The maximal length of an answer in tokens, from the authors' post on the 7B run and their default configuration.
 _MOST_TOKENS: Final = 8192
-#: The mean length of an answer. §5 reports lags of more than 50,000 rollouts, and by A.3 the largest lag is
+#: The mean length of an answer in tokens. §5 reports lags of over 50,000 rollouts, and by A.3 the largest lag is
 #: rows · GPUs · longest length ÷ mean length.
 _MEAN_TOKENS: Final = _ROWS * _GENERATE * _MOST_TOKENS / 50_000
-#: The tokens of a prompt, which are assumed, and the rollouts of a group, from the authors' default configuration.
+#: The number of tokens in a prompt (assumed) and of rollouts in a group (from the authors' default configuration).
 _PROMPT, _GROUP = 150, 8
 #: Appendix A.4: B = 128, 44 of 128 GPUs generate with 192 rows each, the lag is 133 steps, lengths are uniform.
 _A4_BATCH, _A4_GENERATE, _A4_ROWS, _A4_LAG = 128, 44, 192, 133
@@ -46,18 +46,18 @@ _A4_UTILISATION: Final = 3 * 26.02 / 128
 
 # --- RLAX, §7: clusters, (j, k) and the context of 16k tokens are published -------------------------------------------
 
-_TRAINER_CHIPS: Final = 256  # the chips of a v5p-512 slice
+_TRAINER_CHIPS: Final = 256  # a v5p-512 slice, on which RLAX trains, has 256 chips
 _ENGINE_CHIPS: Final = 4  # assumed: each engine is one host
-#: Assumed: the rollouts of a step and of a group, and the tokens of a prompt and of the median answer.
+#: Assumed numbers: rollouts in a step, rollouts in a group, tokens in a prompt, tokens in the median answer.
 _RLAX_BATCH, _RLAX_GROUP, _RLAX_PROMPT, _RLAX_MEDIAN = 1024, 16, 500, 8000.0
 _CONTEXT: Final = 16_384
-#: The cost of a training step, relative to one that takes the time of three forward passes. §5.1: the trainer also
-#: recomputes all activations and the old log-probs, which takes two more.
+#: The time of a training step, relative to one of three forward passes. §5.1: the trainer also recomputes all
+#: activations and the old log-probs, which takes two more forward passes.
 _RECOMPUTED: Final = 5 / 3
 
 
 def heavy_tailed(mean: float, sigma: float, most: int) -> HeavyTailedLengths:
-    """Return log-normal lengths with this mean before truncation."""
+    """Return a log-normal distribution of lengths, with this mean before lengths are truncated to `most`."""
     return HeavyTailedLengths(mean * math.exp(-(sigma**2) / 2), sigma, most)
 
 
@@ -138,7 +138,7 @@ def equal_lag(*, steps: int) -> tuple[float, float]:
         mini_batches=1,
         groups_in_flight=2 * _A4_GENERATE * _A4_ROWS,
     )
-    # A context of 0 tokens makes attention free, as in the appendix.
+    # Like the appendix, ignore the cost of attention: in a context of 0 tokens it takes no time.
     slow = simulate(base, table.times(engine_devices=1, trainer_devices=_GPUS, rows=_A4_ROWS, context=0))
     fast = simulate(
         piped, table.times(engine_devices=1, trainer_devices=_GPUS - _A4_GENERATE, rows=_A4_ROWS, context=0)
@@ -167,7 +167,7 @@ def rlax(
         engines=engines,
         slots=rows,
         bounds=StalenessBounds(*bounds),
-        on_update=OnUpdate.ABORT,  # §8: workers discard partial rollouts when they refresh their weights
+        on_update=OnUpdate.ABORT,  # §8: RLAX's workers discard partial rollouts when they refresh their weights
         rollouts_per_step=_RLAX_BATCH,
         group_size=_RLAX_GROUP,
         lengths=lengths,
@@ -182,28 +182,28 @@ LENGTHS: Final = heavy_tailed(_MEAN_TOKENS, 1.0, _MOST_TOKENS)
 H100: Final = published_hardware("h100:7b")
 
 
-def test_simulated_lengths_have_the_assumed_mean() -> None:
+def test_simulated_answer_lengths_have_the_assumed_mean() -> None:
     assert LENGTHS.mean == pytest.approx(503, rel=0.01)
 
 
-def test_conventional_throughput_grows_with_the_batches_of_a_generation() -> None:
+def test_simulated_throughput_of_conventional_rl_grows_with_the_batches_generated_per_weight_update() -> None:
     one, four = (conventional(LENGTHS, steps=2, table=H100, batches=g).rollouts_per_s for g in (1, 4))
     assert 1 < four / one < 4
 
 
-def test_in_flight_simulation_keeps_the_engine_rows_full() -> None:
+def test_simulated_engine_rows_stay_full_with_in_flight_updates() -> None:
     prediction = in_flight(LENGTHS, steps=10, table=H100)
     assert prediction.rows == pytest.approx(64, abs=1)
 
 
 @pytest.mark.slow
-def test_simulated_speedup_of_in_flight_over_conventional_matches_the_paper() -> None:
+def test_simulated_speedup_of_in_flight_updates_over_conventional_rl_matches_the_paper() -> None:
     fast, slow = in_flight(LENGTHS, steps=60, table=H100), conventional(LENGTHS, steps=2, table=H100)
     assert fast.rollouts_per_s / slow.rollouts_per_s == pytest.approx(2.0, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_simulated_throughput_at_equal_lag_matches_the_paper() -> None:
+def test_simulated_throughput_of_both_methods_at_equal_lag_matches_the_paper() -> None:
     slow, fast = equal_lag(steps=600)
     assert (slow, fast) == (pytest.approx(10.7, rel=TOLERANCE), pytest.approx(16.9, rel=TOLERANCE))
     assert fast / slow == pytest.approx(1.57, rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Tests of invariants that hold for every simulated run, and of closed forms for simple runs."""
+"""Invariants hold for every simulated run, and simple runs take the time that a formula predicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_every_simulated_order_has_one_outcome_and_trained_groups_are_within_staleness_bound_k(
+def test_every_simulated_order_has_one_outcome_and_no_trained_group_exceeds_the_staleness_bound_k(
     j: int, k: float, on_update: OnUpdate
 ) -> None:
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
@@ -47,7 +47,7 @@ def test_every_simulated_order_has_one_outcome_and_trained_groups_are_within_sta
     contention=st.sampled_from([1.0, 1.7]),
     seed=st.integers(0, 5),
 )
-def test_any_simulated_setting_finishes_with_a_balanced_account(
+def test_any_simulated_run_finishes_and_accounts_for_every_order(
     engines: int,
     slots: int,
     bounds: tuple[int, float],
@@ -80,8 +80,8 @@ def test_any_simulated_setting_finishes_with_a_balanced_account(
     assert 0 < run.rows <= slots
 
 
-def test_simulated_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
-    """One engine samples 64 answers of 20 tokens in 64 rows, and the phases of a step do not overlap."""
+def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_formula() -> None:
+    """One engine samples 64 answers of 20 tokens in 64 rows; sampling and training do not overlap."""
     control = ControlTimes(
         order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
     )
@@ -96,8 +96,8 @@ def test_simulated_lockstep_with_fixed_lengths_matches_its_closed_form() -> None
     assert run.trainer_computes == pytest.approx(train / run.step_s)
 
 
-def test_simulated_actor_requests_groups_one_after_the_other() -> None:
-    """Eight groups of 8 rollouts take 1 ms per rollout to request; the last group begins after all requests."""
+def test_simulated_actor_requests_its_groups_one_after_another() -> None:
+    """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=fixed(1)), hardware)
     # a decode step begins with the first request; the others arrive during this step, and decode in the second round
@@ -105,8 +105,8 @@ def test_simulated_actor_requests_groups_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("generation", [1, 2, 4, 8])
-def test_conventional_step_takes_the_sum_of_generation_and_training(generation: int) -> None:
-    """A generation of G batches takes G times the decode rounds in the same rows, then G training steps."""
+def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation: int) -> None:
+    """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
     run = simulate(
         setting(1, 1, lengths=fixed(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
     )
@@ -114,8 +114,8 @@ def test_conventional_step_takes_the_sum_of_generation_and_training(generation: 
     assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
 
 
-def test_simulated_run_that_trains_one_step_off_policy_hides_the_shorter_phase() -> None:
-    """The engine samples the next batch while the trainer trains, so a step takes the longer of both times."""
+def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_training_time() -> None:
+    """The engine samples the next batch while the trainer trains, so a step takes the longer of these two times."""
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):
         hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
@@ -124,8 +124,8 @@ def test_simulated_run_that_trains_one_step_off_policy_hides_the_shorter_phase()
         assert run.staleness == {2: 1.0}
 
 
-def test_simulated_drain_makes_the_trainer_wait_until_the_rows_are_empty() -> None:
-    """With `continue`, the same work overlaps with training."""
+def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_samples_end() -> None:
+    """In continue mode, by contrast, the engine goes on sampling while weights are updated and the trainer trains."""
     continued, drained = (
         simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
     )
@@ -134,8 +134,8 @@ def test_simulated_drain_makes_the_trainer_wait_until_the_rows_are_empty() -> No
     assert continued.trainer_held == 0
 
 
-def test_rlax_engines_reload_every_jth_version() -> None:
-    """With (4, 8), engines serve versions 0, 4, 8, …, so tokens are up to 8 versions old and publications are rare."""
+def test_simulated_rlax_engines_load_only_every_jth_version() -> None:
+    """With j = 4 and k = 8, engines serve versions 0, 4, 8, …; tokens are up to 8 versions old."""
     rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
     often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
     assert max(rare.staleness) <= 8 and rare.staleness_mean > 1
@@ -163,8 +163,10 @@ def _share_stale(run: Prediction) -> float:
     return run.account.stale / (run.account.stale + run.account.trained)
 
 
-def test_contention_slows_down_simulated_engine_and_trainer() -> None:
-    """Factors of 2 double the step time of a run in which both always compute. In lockstep, they change nothing."""
+def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_the_same_time() -> None:
+    """With a slowdown of 2 while both compute, a step takes twice as long. In lockstep, where only one computes at a
+    time, nothing changes.
+    """
     shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
     for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
         alone, beside = (simulate(setting(*bounds, lengths=fixed(20)), each).step_s for each in (BALANCED, shared))
@@ -172,20 +174,20 @@ def test_contention_slows_down_simulated_engine_and_trainer() -> None:
         assert beside >= alone
 
 
-def test_seed_determines_the_simulated_run() -> None:
+def test_simulated_run_is_determined_by_its_seed() -> None:
     first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
-def test_simulate_rejects_a_setting_that_deadlocks() -> None:
+def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever() -> None:
     """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
 
 
-def test_mean_of_heavy_tailed_lengths_equals_the_mean_of_many_draws() -> None:
-    """The mean that is computed from quantiles includes the truncation."""
+def test_computed_mean_of_heavy_tailed_answer_lengths_equals_the_mean_of_many_draws() -> None:
+    """The mean is computed from quantiles, and takes into account that lengths are truncated."""
     law: Any = HeavyTailedLengths(30.0, 1.0, 256)
     import numpy as np
 
@@ -195,8 +197,8 @@ def test_mean_of_heavy_tailed_lengths_equals_the_mean_of_many_draws() -> None:
     assert np.median(drawn) == pytest.approx(30, abs=1)
 
 
-def test_simulated_group_age_counts_from_its_request_while_it_waits_for_a_row() -> None:
-    """The actors' `Freshness` counts in the same way: actors give up some groups before a busy engine begins them."""
+def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first_token() -> None:
+    """Real actors count a group's age in the same way, so they drop some groups before a busy engine begins them."""
     few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
     assert few.account.stale > 0 and few.discarded < 0.01
     assert many.account.stale == 0 or many.discarded > 0

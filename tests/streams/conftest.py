@@ -1,4 +1,4 @@
-"""One real stream server for all tests of the folder; a test gets its own namespace there, or a memory stream."""
+"""Fixtures: one Redis server for all tests of the folder, where each test has its own namespace; or a memory stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server that starts and stops, loses its port, or loses its parent."""
+"""The stream server (Redis or Valkey) that a run starts for itself: start, stop, taken ports, death of its parent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def is_running(pid: int) -> bool:
-    """Return True if the process runs; a zombie has ended, and its parent merely has not reaped it yet."""
+    """Return True if the process runs; a zombie does not count, because it has ended and only waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def ends_within(pid: int, seconds: float) -> bool:
     return not is_running(pid)
 
 
-def test_stream_server_starts_answers_and_stops_without_leftovers(tmp_path: Path) -> None:
+def test_stream_server_starts_answers_and_stops_without_leaving_a_process(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     with pytest.raises(UserError, match="start"):
         _ = server.url
@@ -53,7 +53,7 @@ def test_stream_server_starts_answers_and_stops_without_leftovers(tmp_path: Path
     server.stop()
 
 
-def test_stream_server_listens_only_on_loopback_and_keeps_secrets_private(tmp_path: Path) -> None:
+def test_stream_server_listens_only_on_loopback_and_only_its_owner_can_read_its_password(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "new") as server:
         port = int(server.url.rpartition(":")[2])
         for name in ("redis.conf", "password"):
@@ -81,8 +81,8 @@ def test_restarted_stream_server_keeps_its_address_and_data(tmp_path: Path) -> N
     server.stop()
 
 
-def test_dying_stream_server_is_replaced(tmp_path: Path) -> None:
-    """A process may exist for a while after `kill -9`; here it is suspended until the signal arrives."""
+def test_start_replaces_a_stream_server_that_is_dying(tmp_path: Path) -> None:
+    """After `kill -9`, a process may exist for a while without answering; here it is suspended and then killed."""
     with EmbeddedRedis(tmp_path) as server:
         dying = server.pid
         os.kill(dying, signal.SIGSTOP)
@@ -94,7 +94,7 @@ def test_dying_stream_server_is_replaced(tmp_path: Path) -> None:
         assert answers(server.url)
 
 
-def test_stream_server_replaces_a_port_taken_by_another_process(tmp_path: Path) -> None:
+def test_stream_server_uses_another_port_if_its_port_is_taken_by_another_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
         with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
@@ -128,7 +128,7 @@ def test_stream_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert ended
 
 
-def test_unreadable_stream_server_data_is_reported_at_start(tmp_path: Path) -> None:
+def test_stream_server_whose_data_cannot_be_read_fails_to_start_with_the_reason(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path):
         pass
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest at all\n")
@@ -136,7 +136,9 @@ def test_unreadable_stream_server_data_is_reported_at_start(tmp_path: Path) -> N
         EmbeddedRedis(tmp_path).start()
 
 
-def test_unresponsive_stream_server_is_ended_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_server_that_does_not_answer_is_killed_after_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sleeper = tmp_path / "valkey-server"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o700)
@@ -148,7 +150,7 @@ def test_unresponsive_stream_server_is_ended_after_the_timeout(tmp_path: Path, m
         _ = server.pid
 
 
-def test_stream_server_on_the_path_is_used_if_the_valkey_wheel_is_not_installed(
+def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert server_binary().name == "valkey-server"
@@ -162,7 +164,7 @@ def test_stream_server_on_the_path_is_used_if_the_valkey_wheel_is_not_installed(
     assert server_binary() == other
 
 
-def test_stream_server_command_runs_in_the_foreground(tmp_path: Path) -> None:
+def test_command_for_a_stream_server_runs_it_in_the_foreground(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)

@@ -1,4 +1,4 @@
-"""Records: round trips, detection of flipped bits, golden bytes."""
+"""Records (binary stream entries) decode to what was encoded, detect flipped bits, and keep their fixed byte format."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ ORDER = PromptOrder(
     chat_template_kwargs={"enable_thinking": False},
 )
 
-#: A group whose first rollout branches: two turns continue its first turn, and another agent's turn begins a history of
-#: its own. The second rollout has a single turn.
+#: A group whose first rollout branches: two of its turns both continue its first turn, and the turn of another agent
+#: has no turns before it. The second rollout has a single turn.
 EPISODE = replace(
     GROUP,
     rollouts=(
@@ -172,7 +172,7 @@ GROUP_OF_FORMAT_2 = (
 
 
 def plain(value: Any) -> Any:
-    """Return a comparable form: arrays as dtype, shape and bytes, so that NaN equals itself and 1 differs from 1.0."""
+    """Replace arrays by (dtype, shape, bytes), so that values can be compared: NaN equals NaN, 1 differs from 1.0."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, float):
@@ -236,7 +236,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
 
 @given(any_group())
 @settings(max_examples=150, deadline=None)
-def test_rollout_group_record_survives_a_round_trip(group: RolloutGroup) -> None:
+def test_rollout_group_is_unchanged_after_encoding_and_decoding(group: RolloutGroup) -> None:
     assert plain(decode_group(encode_group(group))) == plain(group)
 
 
@@ -249,7 +249,7 @@ PLAIN_DATA = st.recursive(
 
 @given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_message_record_survives_a_round_trip(kind: str, body: dict[str, Any]) -> None:
+def test_message_is_unchanged_after_encoding_and_decoding(kind: str, body: dict[str, Any]) -> None:
     assert decode_message(encode_message(kind, body)) == (kind, body)
 
 
@@ -280,14 +280,14 @@ def test_message_record_survives_a_round_trip(kind: str, body: dict[str, Any]) -
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_record_of_an_order_for_a_prompt_survives_a_round_trip(order: PromptOrder) -> None:
+def test_prompt_order_is_unchanged_after_encoding_and_decoding(order: PromptOrder) -> None:
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)
     assert type(decoded.purpose) is Purpose
 
 
-def test_decoded_arrays_are_aligned_and_read_only() -> None:
+def test_arrays_of_a_decoded_record_are_aligned_and_read_only() -> None:
     group = decode_group(encode_group(GROUP))
     for each in group.rollouts:
         for part in each.turns:
@@ -296,7 +296,7 @@ def test_decoded_arrays_are_aligned_and_read_only() -> None:
                 assert not array.flags.writeable
 
 
-def test_shared_prompt_is_stored_once_in_a_group_record() -> None:
+def test_prompt_shared_by_all_rollouts_is_stored_once_in_a_group_record() -> None:
     def size(prompts: list[np.ndarray]) -> int:
         rollouts = tuple(rollout(turn(prompt, 1, 2, 3)) for prompt in prompts)
         return len(encode_group(replace(GROUP, rollouts=rollouts)))
@@ -309,7 +309,7 @@ def test_shared_prompt_is_stored_once_in_a_group_record() -> None:
 
 @pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
 def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float) -> None:
-    """G = 16 and a prompt of 12 tokens; raw ids and log-probabilities alone take 8 bytes."""
+    """The group has 16 rollouts and a prompt of 12 tokens. A token's id and log-prob alone take 8 bytes."""
     prompt = np.arange(12, dtype=np.int32)
     rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
     assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
@@ -318,7 +318,7 @@ def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float
 # --- further columns -------------------------------------------------------------------------------------------------
 
 
-def test_additional_columns_survive_a_round_trip_without_changing_the_group() -> None:
+def test_additional_columns_of_a_group_record_can_be_read_back_and_do_not_change_the_group() -> None:
     columns = {
         "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
         "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),
@@ -337,7 +337,7 @@ def test_additional_columns_survive_a_round_trip_without_changing_the_group() ->
 @pytest.mark.parametrize(
     "column", [np.zeros(3), np.zeros((3, 4)), np.array(1.0), np.array([None] * 4), np.array(["a"] * 4)]
 )
-def test_additional_column_with_wrong_shape_or_dtype_is_rejected(column: np.ndarray) -> None:
+def test_additional_column_of_a_group_record_with_wrong_shape_or_dtype_is_rejected(column: np.ndarray) -> None:
     with pytest.raises(RecordError, match=r"column 'x' must hold numbers in the shape \[4"):
         encode_group(GROUP, {"x": column})
 
@@ -374,7 +374,7 @@ def test_random_bytes_are_rejected_as_a_record(noise: bytes) -> None:
 
 
 def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = records.FORMAT) -> bytes:
-    """Return a record with a correct digest, whatever its content."""
+    """Return a record whose digest is correct, although its header and columns may be invalid."""
     packed = msgspec.msgpack.encode(header)
     prefix = struct.pack("<4sBBHII", b"PLRL", version, kind, 0, len(packed), len(columns))
     body = prefix + packed + bytes(-len(packed) % 8) + columns
@@ -403,7 +403,10 @@ def test_record_header_of_another_shape_is_rejected(header: Any) -> None:
 
 
 def group_header(**changes: Any) -> list[Any]:
-    """Return a header of one rollout with one turn, 2 context and 2 sampled tokens: columns of 8 + 8 + 8 bytes."""
+    """Return the header of a group with one rollout of one turn with 2 context and 2 sampled tokens.
+
+    Each of the three columns of such a group has 8 bytes.
+    """
     header: dict[str, Any] = {
         "group_id": "g",
         "index": 0,
@@ -500,11 +503,11 @@ def test_message_values_that_are_not_plain_data_are_rejected(value: Any) -> None
 
 @pytest.mark.parametrize("kind", GOLDEN)
 def test_records_are_encoded_as_the_golden_bytes(kind: str) -> None:
-    """Records on disk must stay readable by later versions: any change here requires a new `FORMAT`."""
+    """Later versions must be able to read records on disk: if these bytes change, the record needs a new `FORMAT`."""
     assert GOLDEN[kind][0].hex() == GOLDEN_BYTES[kind]
 
 
-def test_group_recorded_before_filters_existed_is_readable() -> None:
+def test_group_record_written_before_filters_existed_can_be_decoded() -> None:
     before = (
         "504c524c02010000a4000000300000009fad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191a76c"
         "6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f726d61"
@@ -516,16 +519,16 @@ def test_group_recorded_before_filters_existed_is_readable() -> None:
 
 
 @pytest.mark.parametrize("record", [GROUP_OF_FORMAT_2, GROUP_OF_FORMAT_3])
-def test_group_records_of_earlier_formats_are_read_with_defaults(record: str) -> None:
+def test_group_records_of_earlier_formats_are_decoded_with_defaults_for_missing_fields(record: str) -> None:
     assert plain(decode_group(bytes.fromhex(record))) == plain(GROUP)
 
 
 def test_fields_added_since_format_2_add_few_bytes_to_a_single_turn_group() -> None:
-    """The header has three empty lists and two integers more; headers pad to a multiple of 8."""
+    """The header only gains three empty lists and two integers, and is padded to a multiple of 8 bytes."""
     assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
 
 
-def test_reason_for_which_a_filter_refused_a_group_survives_a_round_trip() -> None:
+def test_reason_why_a_filter_rejected_a_group_is_unchanged_after_encoding_and_decoding() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 

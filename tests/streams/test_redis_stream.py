@@ -1,4 +1,4 @@
-"""Behaviour of a real server: outages, restarts, hangs, refusals."""
+"""Streams on a real Redis server that is killed, restarted, hangs, is full or rejects a command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """Yield a server that the test may kill, and that writes to disk before it acknowledges a write."""
+    """Yield a Redis server that the test may kill; it acknowledges a write only after it has written it to disk."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
@@ -52,13 +52,13 @@ async def connected(
 
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
-    await asyncio.sleep(0.05)  # let the producers meet the closed connection
-    # On a busy machine the server dies later, and until then `start` would take it for a live one.
+    await asyncio.sleep(0.05)  # time for the producers to notice that the connection is closed
+    # Wait for the server's death, which takes longer on a busy machine: `start` keeps a server that is still alive.
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     server.start()
 
 
-async def test_server_killed_during_appends_loses_and_duplicates_no_entry(mortal: EmbeddedRedis) -> None:
+async def test_redis_server_killed_during_appends_neither_loses_nor_duplicates_an_entry(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         answered = {"a": 0, "b": 0, "c": 0}
         done = asyncio.Event()
@@ -87,7 +87,7 @@ async def test_server_killed_during_appends_loses_and_duplicates_no_entry(mortal
             assert [int(entry.payload) for entry in entries] == list(range(1, number + 1))
 
 
-async def test_waiting_read_survives_a_server_restart(mortal: EmbeddedRedis) -> None:
+async def test_read_that_waits_for_entries_continues_after_a_redis_restart(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         await streams.append("s", [b"1"], first_id=1)
         reader = asyncio.create_task(streams.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
@@ -102,10 +102,10 @@ async def test_waiting_read_survives_a_server_restart(mortal: EmbeddedRedis) -> 
         assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
 
 
-async def test_server_restart_does_not_extend_a_waiting_read(
+async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(
     mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test moves the clock: the wait ends when the server is back and does not start over."""
+    """While the server is down, the test moves the clock past the read's timeout; the read must not wait anew."""
     ahead_s = 0.0
     monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with connected(mortal) as streams:
@@ -117,7 +117,7 @@ async def test_server_restart_does_not_extend_a_waiting_read(
         assert await asyncio.wait_for(reader, SOON_S) == []
 
 
-async def test_pending_entries_survive_a_server_restart(mortal: EmbeddedRedis) -> None:
+async def test_claimed_entries_can_be_claimed_by_another_consumer_after_a_redis_restart(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         await streams.append("s", [b"1", b"2"], first_id=1)
         await streams.claim("s", group="g", consumer="dead", count=9, block_s=0, reclaim_idle_s=60)
@@ -127,7 +127,7 @@ async def test_pending_entries_survive_a_server_restart(mortal: EmbeddedRedis) -
         assert [entry.payload for entry in entries] == [b"2"]
 
 
-async def test_unreachable_stream_server_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
+async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_password(mortal: EmbeddedRedis) -> None:
     async with connected(mortal, timeout_s=1.0) as streams:
         mortal.stop()
         started = time.monotonic()
@@ -143,12 +143,12 @@ async def test_connecting_to_a_closed_redis_port_fails() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
-async def test_malformed_redis_address_is_rejected(url: str) -> None:
+async def test_malformed_redis_url_is_rejected(url: str) -> None:
     with pytest.raises(AddressError, match="must be redis://host:port"):
         await RedisStream.connect(url, namespace="n")
 
 
-async def test_wrong_redis_password_is_reported_at_once(server: EmbeddedRedis) -> None:
+async def test_wrong_redis_password_is_reported_without_retrying(server: EmbeddedRedis) -> None:
     host = server.url.rpartition("@")[2]
     for url in (f"redis://:secret@{host}", f"redis://{host}"):
         with pytest.raises(AddressError, match="rejected the user or password") as raised:
@@ -156,7 +156,9 @@ async def test_wrong_redis_password_is_reported_at_once(server: EmbeddedRedis) -
         assert "secret" not in str(raised.value)
 
 
-async def test_call_to_a_hanging_server_fails_at_the_deadline_and_later_calls_work(mortal: EmbeddedRedis) -> None:
+async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_appends_work(
+    mortal: EmbeddedRedis,
+) -> None:
     async with connected(mortal, timeout_s=3.0) as streams:
         await streams.append("s", [b"1"], first_id=1)
         os.kill(mortal.pid, signal.SIGSTOP)
@@ -166,13 +168,15 @@ async def test_call_to_a_hanging_server_fails_at_the_deadline_and_later_calls_wo
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await streams.append("s", [b"2", b"3"], first_id=2)
-        # A late answer to the abandoned command must not be taken for another command's answer.
+        # The hanging server answers the abandoned append late; that answer must not be taken for a later command's.
         assert await streams.length("s") == 3
         assert await streams.last_id("s") == "3-0"
 
 
-async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
-    """Later payloads must not be appended: a retry would then skip the refused one, because its id would be too low."""
+async def test_rejected_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis) -> None:
+    """After a rejected payload, no later one may be appended: a retry of the rejected one would be skipped as already
+    present, because its id would be lower than the stream's last.
+    """
     async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
@@ -193,7 +197,7 @@ async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis
         await admin.aclose()
 
 
-async def test_append_to_a_full_server_waits_until_memory_is_free(
+async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_is_free(
     mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected(mortal) as streams:
@@ -219,7 +223,7 @@ async def _on_a_small_disk(place: Path) -> None:
             await streams.append("s", [b"1"], first_id=1)
             small_disk.fill(place)
             refused = ""
-            for number in range(2, 99):  # the last page of the file has some space left
+            for number in range(2, 99):  # several appends, since the file's last page has some space left
                 try:
                     await impatient.append("s", [bytes(20_000)], first_id=number)
                 except PipelineError as error:
@@ -249,7 +253,7 @@ def test_append_waits_for_disk_space(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-async def test_append_larger_than_one_script_call_succeeds(server: EmbeddedRedis) -> None:
+async def test_append_that_is_too_large_for_one_call_of_the_redis_script_succeeds(server: EmbeddedRedis) -> None:
     async with connected(server, "large") as streams:
         payloads = [bytes([number]) * (1 << 20) for number in range(10)]
         assert await streams.append("s", payloads, first_id=5) == 10
@@ -262,7 +266,7 @@ async def test_append_larger_than_one_script_call_succeeds(server: EmbeddedRedis
             await streams.append("s", [b"x"], first_id=1 << 53)
 
 
-async def test_stream_namespaces_are_isolated(server: EmbeddedRedis) -> None:
+async def test_streams_of_one_namespace_are_not_visible_in_another(server: EmbeddedRedis) -> None:
     async with connected(server, "one") as one, connected(server, "two") as two:
         await one.append("s", [b"1"])
         assert await two.length("s") == 0

@@ -1,4 +1,4 @@
-"""Unreadable records are stored with a reason, and counted."""
+"""Unreadable stream entries are moved to the dead-letter stream with a reason, and counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.streams.records import decode_group, decode_message, encode_mess
 from pipelinerl.streams.stream import DEAD_LETTERS, START, DeadLetters, Stream
 
 
-async def test_unreadable_record_becomes_a_dead_letter(streams: Stream) -> None:
+async def test_unreadable_record_is_moved_to_the_dead_letter_stream(streams: Stream) -> None:
     damaged = bytearray(encode_message("report", {"step": 1}))
     damaged[20] ^= 1
     await streams.append("rollouts:a0", [bytes(damaged), b"not a record"], first_id=7)

@@ -1,4 +1,4 @@
-"""The promises of `Stream`, tested on each implementation."""
+"""Every implementation of `Stream` (Redis and memory) keeps the promises of the interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def payloads(entries: list[Entry]) -> list[bytes]:
     return [entry.payload for entry in entries]
 
 
-#: Entries held for this long are idle; recently touched entries are not, even on a busy machine.
+#: Seconds after which a claimed entry counts as idle; long enough that, on a busy machine, a fresh one does not.
 IDLE_S = 2.0
 
 
@@ -37,7 +37,7 @@ async def test_entries_are_read_in_order_and_unchanged(streams: Stream) -> None:
     assert ids == sorted(set(ids))
 
 
-async def test_read_continues_after_each_streams_offset_and_limits_entries_per_stream(streams: Stream) -> None:
+async def test_read_returns_entries_after_each_streams_offset_up_to_a_limit_per_stream(streams: Stream) -> None:
     await streams.append("a", [b"a1", b"a2", b"a3"], first_id=1)
     await streams.append("b", [b"b1", b"b2", b"b3"], first_id=1)
     entries = await streams.read({"a": "1-0", "b": START}, count=2, block_s=0)
@@ -51,7 +51,7 @@ async def test_read_continues_after_each_streams_offset_and_limits_entries_per_s
     assert await streams.read({}, count=2, block_s=10) == []
 
 
-async def test_entries_with_a_chosen_id_are_appended_once(streams: Stream) -> None:
+async def test_entries_whose_ids_the_producer_chose_are_appended_only_once(streams: Stream) -> None:
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
     assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
@@ -60,13 +60,13 @@ async def test_entries_with_a_chosen_id_are_appended_once(streams: Stream) -> No
 
 
 @pytest.mark.parametrize("first_id", [0, -3])
-async def test_invalid_first_id_is_rejected(streams: Stream, first_id: int) -> None:
+async def test_append_with_an_invalid_first_id_is_rejected(streams: Stream, first_id: int) -> None:
     with pytest.raises(ValueError, match="first_id"):
         await streams.append("s", [b"1"], first_id=first_id)
     assert await streams.length("s") == 0
 
 
-async def test_large_entry_ids_stay_distinct(streams: Stream) -> None:
+async def test_large_entry_ids_in_a_stream_stay_distinct(streams: Stream) -> None:
     first = fresh_number(START)
     assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
     assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
@@ -76,7 +76,7 @@ async def test_large_entry_ids_stay_distinct(streams: Stream) -> None:
     ]
 
 
-async def test_fresh_entry_ids_are_above_existing_ids(streams: Stream) -> None:
+async def test_new_entry_ids_are_above_all_ids_in_the_stream(streams: Stream) -> None:
     await streams.append("s", [b"by the server"])
     first = fresh_number(await streams.last_id("s"))
     assert await streams.append("s", [b"by the producer"], first_id=first) == 1
@@ -99,7 +99,7 @@ async def test_malformed_stream_offset_is_rejected(streams: Stream, offset: str)
         await streams.read({"s": offset}, count=1, block_s=0)
 
 
-async def test_each_entry_is_claimed_by_one_consumer(streams: Stream) -> None:
+async def test_each_entry_is_claimed_by_only_one_consumer_of_a_group(streams: Stream) -> None:
     await streams.append("prompts", [b"%d" % number for number in range(7)])
     shares = [await claim(streams, consumer, count=3) for consumer in ("a", "b", "a", "b")]
     assert [len(share) for share in shares] == [3, 3, 1, 0]
@@ -113,7 +113,7 @@ async def test_each_consumer_group_gets_every_entry(streams: Stream) -> None:
         assert payloads(entries) == [b"1", b"2"]
 
 
-async def test_entries_of_a_dead_consumer_are_claimed_before_new_ones(streams: Stream) -> None:
+async def test_entries_claimed_by_a_dead_consumer_are_claimed_again_before_new_entries(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2", b"3"])
     held = await claim(streams, "dead", count=2)
     await streams.acknowledge("prompts", group="actors", entry_ids=[held[0].entry_id])
@@ -122,7 +122,7 @@ async def test_entries_of_a_dead_consumer_are_claimed_before_new_ones(streams: S
     assert payloads(await claim(streams, "alive", idle_s=PATIENCE_S)) == [b"3"]
 
 
-async def test_active_or_acknowledged_entries_are_not_claimed_again(streams: Stream) -> None:
+async def test_entries_that_are_acknowledged_or_recently_claimed_are_not_claimed_again(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"])
     first, second = await claim(streams, "a", idle_s=0.0)
     assert await claim(streams, "b", idle_s=30.0) == []
@@ -130,8 +130,8 @@ async def test_active_or_acknowledged_entries_are_not_claimed_again(streams: Str
     assert await claim(streams, "b", idle_s=0.0) == []
 
 
-async def test_many_pending_entries_do_not_hide_an_idle_one(streams: Stream) -> None:
-    """XAUTOCLAIM scans ten times `count` entries and returns a cursor that must be followed."""
+async def test_idle_entry_is_claimed_even_if_many_claimed_entries_precede_it(streams: Stream) -> None:
+    """Redis' XAUTOCLAIM scans at most ten times `count` entries per call and returns a cursor to continue from."""
     await streams.append("prompts", [b"%d" % number for number in range(60)])
     lost = await claim(streams, "dead", count=60)
     await asyncio.sleep(IDLE_S)
@@ -140,7 +140,7 @@ async def test_many_pending_entries_do_not_hide_an_idle_one(streams: Stream) -> 
     assert payloads(await claim(streams, "other", count=1, idle_s=IDLE_S)) == [b"59"]
 
 
-async def test_waiting_consumer_notices_an_entry_becoming_idle(streams: Stream) -> None:
+async def test_waiting_consumer_claims_another_consumers_entry_as_soon_as_it_counts_as_idle(streams: Stream) -> None:
     await streams.append("prompts", [b"1"])
     await claim(streams, "dead")
     started = time.monotonic()
@@ -151,7 +151,7 @@ async def test_waiting_consumer_notices_an_entry_becoming_idle(streams: Stream) 
     assert time.monotonic() - started < SOON_S
 
 
-async def test_restarted_consumer_gets_its_pending_entries(streams: Stream) -> None:
+async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_acknowledge(streams: Stream) -> None:
     assert await streams.held("prompts", group="actors", consumer="a") == []
     await streams.append("prompts", [b"1", b"2", b"3", b"4"], first_id=1)
     assert payloads(await claim(streams, "a", count=3)) == [b"1", b"2", b"3"]
@@ -162,7 +162,7 @@ async def test_restarted_consumer_gets_its_pending_entries(streams: Stream) -> N
     assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], "looking takes nothing"
 
 
-async def test_renewed_entry_is_not_reclaimed_as_idle(streams: Stream) -> None:
+async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "a")
     await asyncio.sleep(IDLE_S)
@@ -171,14 +171,14 @@ async def test_renewed_entry_is_not_reclaimed_as_idle(streams: Stream) -> None:
     assert payloads(await claim(streams, "b", idle_s=IDLE_S)) == [b"1"]
 
 
-async def test_trimmed_pending_entry_is_not_claimed(streams: Stream) -> None:
+async def test_claimed_entry_that_was_trimmed_from_the_stream_is_not_claimed_again(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "dead")
     await streams.trim("prompts", before="2-0")
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
 
 
-async def test_trim_by_a_fenced_writer_is_rejected(streams: Stream) -> None:
+async def test_trim_by_a_writer_that_a_newer_writer_replaced_is_rejected(streams: Stream) -> None:
     await streams.append("s", [b"1", b"2", b"3"], first_id=1)
     await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=1)
@@ -189,7 +189,7 @@ async def test_trim_by_a_fenced_writer_is_rejected(streams: Stream) -> None:
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3"]
 
 
-async def test_trim_drops_only_earlier_entries(streams: Stream) -> None:
+async def test_trim_removes_only_entries_before_the_given_id(streams: Stream) -> None:
     await streams.append("s", [b"%d" % number for number in range(1, 6)], first_id=1)
     await streams.trim("s", before="3-0")
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3", b"4", b"5"]
@@ -199,7 +199,7 @@ async def test_trim_drops_only_earlier_entries(streams: Stream) -> None:
     assert await streams.append("s", [b"again"], first_id=5) == 0
 
 
-async def test_full_stream_reports_no_room_and_drops_no_entry(streams: Stream) -> None:
+async def test_stream_over_its_capacity_reports_no_free_room_but_keeps_every_entry(streams: Stream) -> None:
     assert await streams.room("s") == 10
     await streams.append("s", [b"x"] * 9)
     assert await streams.room("s") == 1
@@ -208,7 +208,7 @@ async def test_full_stream_reports_no_room_and_drops_no_entry(streams: Stream) -
     assert await streams.length("s") == 18
 
 
-async def test_streams_are_listed_by_literal_prefix(streams: Stream) -> None:
+async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special_meaning(streams: Stream) -> None:
     for name in ("rollouts:a1", "rollouts:a0", "reports", "roll*", "rollouts:[x]"):
         await streams.append(name, [b"1"])
     assert await streams.streams("rollouts:") == ["rollouts:[x]", "rollouts:a0", "rollouts:a1"]
@@ -216,7 +216,7 @@ async def test_streams_are_listed_by_literal_prefix(streams: Stream) -> None:
     assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
 
 
-async def test_read_waits_no_longer_than_block_s(streams: Stream) -> None:
+async def test_reading_and_claiming_stream_entries_wait_no_longer_than_the_timeout_block_s(streams: Stream) -> None:
     started = time.monotonic()
     assert await streams.read({"s": START}, count=1, block_s=0.15) == []
     assert await claim_waiting(streams, 0.15) == []
@@ -237,15 +237,15 @@ async def test_append_wakes_waiting_readers(streams: Stream) -> None:
     assert time.monotonic() - started < SOON_S
 
 
-async def test_concurrent_producers_keep_their_order(streams: Stream) -> None:
-    """Each producer's entries stay in order and all arrive, on a shared stream and on one stream per producer."""
+async def test_entries_of_concurrent_producers_stay_in_the_order_of_each_producer(streams: Stream) -> None:
+    """All entries of each producer arrive in order, on a stream shared by the producers and on a stream of its own."""
 
     async def produce(name: int) -> None:
         for batch in range(10):
             numbers = range(5 * batch, 5 * batch + 5)
             await streams.append("shared", [b"%d:%03d" % (name, number) for number in numbers])
             own = [b"%03d" % number for number in numbers]
-            for _ in range(2):  # a retry, as if the first answer had been lost
+            for _ in range(2):  # append twice, as a producer does if the response to its first append was lost
                 await streams.append(f"own:{name}", own, first_id=1 + 5 * batch)
 
     await asyncio.gather(*(produce(name) for name in range(8)))
@@ -257,7 +257,7 @@ async def test_concurrent_producers_keep_their_order(streams: Stream) -> None:
         assert payloads(await streams.read({f"own:{name}": START}, count=1000, block_s=0)) == expected
 
 
-async def test_unknown_address_scheme_is_rejected_without_showing_its_password() -> None:
+async def test_error_for_an_unknown_url_scheme_of_the_stream_server_omits_the_urls_password() -> None:
     with pytest.raises(AddressError, match="memory:// or redis://") as raised:
         await open_stream("amqp://user:secret@host", namespace="n")
     assert "secret" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Tests of background threads: their results reach the event loop, and a closed loop causes no errors."""
+"""Background threads pass their results to the event loop, and cause no errors if the loop is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.system.background import in_background, tell, to_its_end
 from tests.patience import PATIENCE_S
 
 
-async def test_callback_from_a_thread_runs_on_the_loop() -> None:
+async def test_callback_from_a_background_thread_runs_on_the_event_loop() -> None:
     heard: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     threading.Thread(target=tell, args=(asyncio.get_running_loop(), heard.set_result, ("yes", 1))).start()
     assert await asyncio.wait_for(heard, PATIENCE_S) == ("yes", 1)
@@ -57,7 +57,9 @@ def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_surviv
 
 
 class Refusing:
-    """An event loop that appears open and rejects a call, either because it was just closed or for another reason."""
+    """A fake event loop that says that it is open but raises on a call: because it was just closed, if `closes`, or for
+    another reason.
+    """
 
     def __init__(self, *, closes: bool) -> None:
         self._closes, self._closed = closes, False
@@ -70,8 +72,8 @@ class Refusing:
         raise RuntimeError("it takes no call")
 
 
-def test_callback_to_a_loop_that_was_just_closed_is_ignored() -> None:
-    """An error would end the thread, and in a test session an unrelated test would fail."""
+def test_callback_to_an_event_loop_that_was_just_closed_is_ignored() -> None:
+    """If the callback raised, the thread would die, and pytest would blame an unrelated test."""
     closing: Any = Refusing(closes=True)
     tell(closing, print)
     closed = asyncio.new_event_loop()
@@ -79,13 +81,13 @@ def test_callback_to_a_loop_that_was_just_closed_is_ignored() -> None:
     tell(closed, print)
 
 
-def test_other_runtime_errors_of_the_event_loop_are_raised() -> None:
+def test_runtime_error_of_an_event_loop_that_is_not_closed_is_raised() -> None:
     refusing: Any = Refusing(closes=False)
     with pytest.raises(RuntimeError, match="takes no call"):
         tell(refusing, print)
 
 
-async def test_cancelled_caller_waits_for_the_end_of_its_work() -> None:
+async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended() -> None:
     gate, ended = asyncio.Event(), []
 
     async def work() -> str:

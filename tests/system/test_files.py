@@ -1,4 +1,4 @@
-"""Tests of private files: only the owner can read them, from the first byte on, and they are complete or absent."""
+"""Private files: only their owner can ever read them, and they are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.system.files import sync, write_private
 
 
-def test_private_file_replaces_a_public_one(tmp_path: Path) -> None:
+def test_private_file_replaces_a_file_that_everybody_could_read(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     path.chmod(0o644)
@@ -20,7 +20,7 @@ def test_private_file_replaces_a_public_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_failed_private_write_keeps_the_previous_file(tmp_path: Path) -> None:
+def test_failed_write_of_a_private_file_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
@@ -28,7 +28,7 @@ def test_failed_private_write_keeps_the_previous_file(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-def test_sync_accepts_files_and_directories_and_raises_for_missing_ones(tmp_path: Path) -> None:
+def test_sync_to_disk_accepts_files_and_directories_and_raises_if_they_are_missing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     sync(tmp_path / "file")
     sync(tmp_path)

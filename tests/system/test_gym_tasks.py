@@ -1,4 +1,4 @@
-"""Tests of single-task imports: results, imported modules, and the state of the library afterwards."""
+"""Importing a single task of reasoning_gym gives the task's usual problems without importing the whole library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.system import gym_tasks
 
-#: A program that compares tasks and lists imported modules. It runs in a new process, which has imported nothing yet.
+#: A program that compares tasks and lists imported modules. It runs in a new process, in which no library is imported.
 PROGRAM = """
 import json, sys
 from pipelinerl.system import gym_tasks
@@ -30,10 +30,10 @@ print(json.dumps(found))
 """
 
 
-def test_separately_imported_task_equals_the_task_of_the_whole_library():
+def test_separately_imported_reasoning_gym_task_makes_the_same_problems_as_the_whole_library():
     alone = json.dumps(["spell_backward", "gcd", "leg_counting", "sudoku"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, alone], capture_output=True, text=True, check=True)
-    # The module of the task syllogism has another name than the task, so this task imports the whole library.
+    # The program also tests the task syllogism, which imports the whole library, since its module has another name.
     assert json.loads(done.stdout) == {"imported": [], "unlike": [], "bound": True}
 
 

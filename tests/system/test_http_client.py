@@ -15,13 +15,13 @@ import pytest
 from pipelinerl.system import http_client
 from tests.patience import PATIENCE_S
 
-#: No server listens there, so a call through this proxy would fail.
+#: An address at which no server listens; it is set as the proxy, so that a call through the proxy would fail.
 NOBODY = "http://127.0.0.1:9"
 
 
 @contextmanager
 def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> Iterator[tuple[str, list[str]]]:
-    """Yield a server's URL and the request heads that it receives; with an empty `answer` it never answers."""
+    """Yield a server's URL and a list of the HTTP headers that it receives; with an empty `answer` it never answers."""
     heads: list[str] = []
     over = threading.Event()
 
@@ -56,12 +56,12 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_default_httpx_client_would_use_the_environments_proxy() -> None:
+def test_default_httpx_client_uses_the_proxy_in_the_environment() -> None:
     with peer() as (url, _), httpx.Client() as http, pytest.raises(httpx.ConnectError):
         http.get(url)
 
 
-def test_http_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
+def test_http_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_environment() -> None:
     with peer() as (url, heads), http_client.session(url, token="secret", headers={"x-who": "ada"}) as http:
         assert http.get("/status").text == "ok"
     assert heads[0].startswith("get /status ")
@@ -69,14 +69,14 @@ def test_http_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
     assert "x-who: ada\r\n" in heads[0]
 
 
-async def test_async_http_session_sends_token_and_ignores_the_proxy() -> None:
+async def test_async_http_session_sends_its_token_and_ignores_the_proxy_in_the_environment() -> None:
     with peer() as (url, heads):
         async with http_client.async_session(url, token="secret") as http:
             assert (await http.get("/status")).text == "ok"
     assert "authorization: bearer secret\r\n" in heads[0]
 
 
-async def test_hot_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
+async def test_aiohttp_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_environment() -> None:
     with peer() as (url, heads):
         async with (
             http_client.hot_session(token="secret", keep_alive_s=1.0, headers={"x-who": "ada"}) as http,
@@ -87,7 +87,7 @@ async def test_hot_session_sends_token_and_headers_and_ignores_the_proxy() -> No
     assert "x-who: ada\r\n" in heads[0]
 
 
-def test_byte_connection_ignores_the_proxy() -> None:
+def test_connection_for_weight_transfers_ignores_the_proxy_in_the_environment() -> None:
     with peer() as (url, heads):
         connection = http_client.byte_connection(url)
         connection.timeout = PATIENCE_S
@@ -98,7 +98,7 @@ def test_byte_connection_ignores_the_proxy() -> None:
 
 
 @pytest.mark.parametrize(("url", "port"), [("http://host", 80), ("https://host", 443), ("https://host:8000", 8000)])
-def test_byte_connection_uses_the_schemes_default_port(url: str, port: int) -> None:
+def test_connection_for_weight_transfers_uses_the_default_port_of_its_url_scheme(url: str, port: int) -> None:
     connection = http_client.byte_connection(url)
     assert (connection.host, connection.port) == ("host", port)
 
@@ -108,7 +108,7 @@ def test_no_authorization_header_is_sent_without_a_token(token: str | None) -> N
     assert http_client.authorization(token) == {}
 
 
-def test_http_session_times_out_on_a_silent_server() -> None:
+def test_http_session_times_out_if_the_server_does_not_answer() -> None:
     with (
         peer(b"") as (url, _),
         http_client.session(url, timeout_s=0.2) as http,
@@ -117,14 +117,14 @@ def test_http_session_times_out_on_a_silent_server() -> None:
         http.get("/")
 
 
-async def test_hot_session_call_times_out_at_its_deadline() -> None:
+async def test_aiohttp_session_call_times_out_at_its_deadline() -> None:
     with peer(b"") as (url, _):
         async with http_client.hot_session(token=None, keep_alive_s=1.0) as http:
             with pytest.raises(asyncio.TimeoutError):
                 await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
-def test_call_timeout_limits_the_time_to_connect_even_for_endless_streams() -> None:
+def test_timeout_of_a_call_limits_the_time_to_connect_even_if_its_response_may_last_forever() -> None:
     soon, endless = http_client.call_timeout(2.0), http_client.call_timeout(math.inf)
     assert (soon.total, soon.sock_connect) == (2.0, 2.0)
     assert (endless.total, endless.sock_connect) == (None, http_client.CONNECT_S)

@@ -91,7 +91,7 @@ def test_http_errors_have_one_format_and_do_not_repeat_the_input(
         assert answer.headers["allow"] == "POST"
 
 
-def test_error_names_the_port_that_is_taken() -> None:
+def test_error_for_a_taken_port_names_the_port() -> None:
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(AddressError, match=f"port {port} on 127.0.0.1 is taken"):
@@ -106,7 +106,7 @@ def test_invalid_listen_addresses_are_rejected(host: str, port: int) -> None:
         listen(host, port)
 
 
-async def test_service_without_a_token_does_not_serve_other_machines() -> None:
+async def test_http_service_without_a_token_does_not_serve_other_machines() -> None:
     with pytest.raises(AddressError, match=r"refusing to serve on .* without a token"):
         await serve_until(application(token=None), listen("0.0.0.0", 0))
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +114,7 @@ async def test_service_without_a_token_does_not_serve_other_machines() -> None:
     await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), PATIENCE_S)
 
 
-async def test_error_during_application_startup_is_raised() -> None:
+async def test_error_during_the_startup_of_a_served_application_is_raised() -> None:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         raise ModelError("no weights")
@@ -126,7 +126,7 @@ async def test_error_during_application_startup_is_raised() -> None:
 
 @pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
 async def test_server_waits_until_the_application_has_shut_down(ending: str) -> None:
-    """The shutdown is slow, and completes even if the task is cancelled meanwhile."""
+    """The application's shutdown is slow, and completes even if the server's task is cancelled meanwhile."""
     happened: list[str] = []
     closing = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Addresses at which other machines reach this one, from its real routing table; look-ups without name servers."""
+"""The address at which other machines reach this machine, free ports, and host look-ups without name servers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _ELSEWHERE = "198.51.100.7"
 with_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__res_init"), reason="the C library is not glibc")
 
 
-def test_servers_on_this_machine_get_its_loopback_address() -> None:
+def test_loopback_address_is_chosen_if_all_servers_are_on_this_machine() -> None:
     assert address_facing(["http://127.0.0.1:8001", "http://localhost:8002", "http://[::1]:8003"]) == LOOPBACK
     assert address_facing([]) == LOOPBACK
 
 
-def test_one_remote_engine_makes_all_engines_use_the_outward_address(outward: str) -> None:
+def test_outward_address_is_chosen_for_all_servers_if_one_server_is_on_another_machine(outward: str) -> None:
     assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
-    with socket.create_server((outward, 0)):  # works only if it is an address of this machine
+    with socket.create_server((outward, 0)):  # binding succeeds only if `outward` is an address of this machine
         pass
 
 
-def test_engine_whose_host_cannot_be_resolved_is_ignored() -> None:
+def test_server_whose_host_cannot_be_resolved_does_not_affect_which_address_is_chosen() -> None:
     assert address_facing(["http://nowhere.invalid:8001", "http://127.0.0.1:8001"]) == LOOPBACK
 
 
 def attempts() -> int:
-    """Return how many attempts this thread's resolver makes per query."""
+    """Return how often this thread's resolver asks name servers per query; 0 if name servers are disabled."""
     library = ctypes.CDLL(None)
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return int(library.__res_state()[1])
@@ -71,13 +71,13 @@ def test_name_servers_stay_enabled_in_other_threads() -> None:
 
 
 @with_glibc
-def test_name_servers_stay_enabled_if_the_host_is_given_by_name() -> None:
+def test_name_servers_stay_enabled_if_the_host_is_a_name_and_not_an_ip_address() -> None:
     machine._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0
 
 
-def test_free_ports_are_distinct_unused_and_below_the_outgoing_range() -> None:
+def test_free_ports_are_distinct_unused_and_below_the_range_for_outgoing_connections() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(is_free(port) and port < 32768 for port in ports)
@@ -90,23 +90,23 @@ def test_free_ports_never_include_a_taken_port() -> None:
         assert port not in free_ports(3)
 
 
-def test_port_taken_at_one_address_is_free_at_another() -> None:
+def test_port_taken_at_one_ip_address_counts_as_free_at_another() -> None:
     (port,) = free_ports(1, "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)):
         assert is_free(port) and not is_free(port, "127.0.0.2")
 
 
-def test_requesting_more_ports_than_are_free_raises() -> None:
+def test_request_for_more_ports_than_are_free_raises_an_error() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
 
 
-#: An ordinary user may become root in a new network namespace, in which no interface is up.
+#: A command that runs a program in a new network namespace, in which no network interface is up, not even loopback.
 _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.machine import free_ports; free_ports(1)"
 
 
-def test_missing_loopback_interface_is_reported_at_once() -> None:
+def test_missing_loopback_interface_is_reported_without_waiting() -> None:
     """Otherwise the launcher would wait a minute for an unreachable server."""
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")

@@ -1,4 +1,4 @@
-"""Tests of `FanoutClient`: responses are complete or errors, and connections are only reused when safe."""
+"""Tests of the HTTP client `FanoutClient`: incomplete responses are errors; connections are only reused if safe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 
 class Peer:
-    """A server that answers each request with the next of `answers`.
+    """A server that answers the n-th request with the n-th of `answers`.
 
-    For None it closes the connection, and for an empty answer it never answers.
+    If the answer is None, the server closes the connection; if the answer is empty, the server never answers.
     """
 
     def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:
@@ -29,7 +29,7 @@ class Peer:
         self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
+        """Serve one connection until it closes."""
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -66,7 +66,7 @@ async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tu
         await server.wait_closed()
 
 
-async def test_fanout_get_request_has_no_body() -> None:
+async def test_get_request_of_the_http_client_has_no_body() -> None:
     peer = Peer(OK, OK)
     async with talking(peer) as (posts, url):
         assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
@@ -80,7 +80,7 @@ async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S)
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 
-async def test_fanout_request_arrives_complete_and_its_connection_is_reused() -> None:
+async def test_http_request_arrives_complete_and_its_connection_is_reused() -> None:
     peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url + "/below/") == (200, b"hi")
@@ -103,7 +103,7 @@ async def test_fanout_request_arrives_complete_and_its_connection_is_reused() ->
     ids=["closed", "ends with the connection", "in pieces"],
 )
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
-async def test_fanout_client_supports_every_way_to_end_a_response(answer: bytes, in_pieces: bool) -> None:
+async def test_http_client_supports_every_way_to_mark_the_end_of_a_response(answer: bytes, in_pieces: bool) -> None:
     async with talking(Peer(answer, OK, in_pieces=in_pieces)) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
@@ -120,7 +120,9 @@ async def test_fanout_client_supports_every_way_to_end_a_response(answer: bytes,
     ],
     ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
 )
-async def test_partial_response_raises_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
+async def test_incomplete_http_response_raises_and_its_connection_is_not_reused(
+    answer: bytes | None, words: str
+) -> None:
     peer = Peer(answer, OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(ConnectionError, match=words):
@@ -129,7 +131,7 @@ async def test_partial_response_raises_and_its_connection_is_not_reused(answer: 
     assert peer.connections == 2
 
 
-async def test_request_is_repeated_if_a_reused_connection_closes() -> None:
+async def test_http_request_is_repeated_if_the_server_has_closed_the_reused_connection() -> None:
     peer = Peer(OK, None, OK)
     async with talking(peer) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
@@ -141,7 +143,7 @@ async def test_request_is_repeated_if_a_reused_connection_closes() -> None:
     [((OK, None, None), 3), ((OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi"), 2)],
     ids=["not twice", "not once an answer has begun"],
 )
-async def test_request_is_repeated_only_once_and_not_after_a_response_has_begun(
+async def test_http_request_is_repeated_only_once_and_not_if_its_response_has_begun(
     answers: tuple[bytes | None, ...], heard: int
 ) -> None:
     peer = Peer(*answers)
@@ -152,7 +154,7 @@ async def test_request_is_repeated_only_once_and_not_after_a_response_has_begun(
     assert len(peer.heard) == heard
 
 
-async def test_stream_is_read_incrementally_and_its_connection_is_reused() -> None:
+async def test_streamed_http_response_is_read_incrementally_and_its_connection_is_reused() -> None:
     pieces = [b"x" * MOST_ANSWER_BYTES, b"y" * MOST_ANSWER_BYTES, b"z"]
     body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
     peer = Peer(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body, OK)
@@ -161,14 +163,14 @@ async def test_stream_is_read_incrementally_and_its_connection_is_reused() -> No
         async for status, piece in posts.stream(url, "/do", b"{}", timeout_s=PATIENCE_S):
             assert status == 200
             came.append(piece)
-            await asyncio.sleep(0.01)  # give the peer time to wait because of back-pressure
+            await asyncio.sleep(0.01)  # time for the server to fill the connection's buffers, so that it must wait
         assert (b"".join(came), max(map(len, came)) < 2 * MOST_ANSWER_BYTES) == (b"".join(pieces), True)
         assert await _post(posts, url) == (200, b"hi")
     assert peer.connections == 1
 
 
 @pytest.mark.parametrize("ends", [b"connection: close\r\n", b""], ids=["it breaks off", "it says nothing more"])
-async def test_received_part_of_a_broken_stream_is_yielded(ends: bytes) -> None:
+async def test_received_part_of_an_interrupted_streamed_response_is_yielded(ends: bytes) -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\n" + ends + b"content-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
         stream = posts.stream(url, "/do", None, timeout_s=0.1)
@@ -179,7 +181,7 @@ async def test_received_part_of_a_broken_stream_is_yielded(ends: bytes) -> None:
     assert peer.connections == 2
 
 
-async def test_closed_response_stream_drops_its_connection() -> None:
+async def test_connection_of_a_streamed_response_that_was_closed_early_is_not_reused() -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
         stream = posts.stream(url, "/do", None, timeout_s=PATIENCE_S)
@@ -189,7 +191,7 @@ async def test_closed_response_stream_drops_its_connection() -> None:
     assert peer.connections == 2
 
 
-async def test_closed_fanout_client_opens_no_further_connection() -> None:
+async def test_closed_http_client_opens_no_further_connection() -> None:
     peer = Peer(OK, b"")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -203,7 +205,7 @@ async def test_closed_fanout_client_opens_no_further_connection() -> None:
     assert peer.connections == 1
 
 
-async def test_request_to_a_silent_server_times_out_and_its_late_response_is_dropped() -> None:
+async def test_http_request_times_out_and_its_late_response_is_not_taken_for_another_requests() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(TimeoutError):
@@ -212,7 +214,7 @@ async def test_request_to_a_silent_server_times_out_and_its_late_response_is_dro
     assert peer.connections == 2
 
 
-async def test_cancelled_request_drops_its_connection() -> None:
+async def test_connection_of_a_cancelled_http_request_is_not_reused() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         call = asyncio.create_task(_post(posts, url))
@@ -225,7 +227,7 @@ async def test_cancelled_request_drops_its_connection() -> None:
     assert peer.connections == 2
 
 
-async def test_connection_that_was_idle_too_long_is_not_reused() -> None:
+async def test_http_connection_that_was_idle_for_too_long_is_not_reused() -> None:
     peer = Peer(OK, OK)
     async with talking(peer, keep_alive_s=0.0) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
@@ -240,7 +242,7 @@ async def test_concurrent_requests_to_one_server_use_separate_connections() -> N
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
-async def test_fanout_client_rejects_an_invalid_address(url: str) -> None:
+async def test_http_client_rejects_an_invalid_url(url: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         await _post(http_client.post_connections(token=None, keep_alive_s=1.0), url)
 

@@ -1,4 +1,4 @@
-"""A process exits with the status of its main function despite busy threads, after its output and exit functions."""
+"""A process exits with its main function's status even if threads are busy, after its output and exit functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_S
 
 
 def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> None:
-    others = gc.get_threshold()  # another test in this process may have changed it
+    others = gc.get_threshold()  # the thresholds to restore; another test may have changed the defaults
     before = (700, 10, 10)
     gc.set_threshold(*before)
     try:
@@ -25,7 +25,7 @@ def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> N
         gc.set_threshold(*others)
 
 
-#: A program with a thread that is almost always in torch's C++ code, and often returns from it.
+#: A program with a thread that keeps calling torch's C++ code, so that it may return to Python during the exit.
 BUSY = """
 import atexit, sys, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Tests of user code by reference: what is loaded, from which folder, and how often."""
+"""Loading user code by a reference such as `path.py:name`: the right code is loaded, once, from the right folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_text_that_is_not_a_reference_to_user_code_is_rejected(text: str) -> Non
         load_reference(text)
 
 
-def test_user_code_file_is_loaded_once_and_same_named_files_do_not_collide(tmp_path: Path) -> None:
+def test_user_code_file_is_loaded_once_and_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(f"import sibling_{folder}\ndef where(): return sibling_{folder}.HERE\n")
@@ -43,7 +43,7 @@ def test_user_code_file_is_loaded_once_and_same_named_files_do_not_collide(tmp_p
     assert place_of(a) == f"where, {tmp_path}/a/r.py:2"
 
 
-def test_folder_of_user_code_is_first_on_the_path_during_import_and_last_afterwards(tmp_path: Path) -> None:
+def test_folder_of_user_code_is_first_in_sys_path_during_its_import_and_last_afterwards(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "import sys\nFIRST = sys.path[0]\ndef later():\n    import late_one\n    return late_one"
     )
@@ -53,7 +53,7 @@ def test_folder_of_user_code_is_first_on_the_path_during_import_and_last_afterwa
     assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
 
 
-def test_user_code_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
+def test_user_code_that_failed_to_load_is_read_again_at_the_next_attempt(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("x = 1 +\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):
@@ -62,7 +62,7 @@ def test_user_code_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
     assert load_reference(f"{file}:x") == 11
 
 
-def test_error_names_the_line_of_the_users_code_and_not_the_librarys(tmp_path: Path) -> None:
+def test_error_in_user_code_names_the_line_in_the_users_file_and_not_in_the_library_it_called(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import json\ndef f():\n    return json.loads('{')\n")
     f = load_reference(f"{tmp_path}/r.py:f")
     with pytest.raises(ValueError) as raised:

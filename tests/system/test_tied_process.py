@@ -1,4 +1,4 @@
-"""Tests that a tied process gets its signal when its parent dies, and does not start if its parent is already dead."""
+"""A process tied to its parent gets a signal when the parent dies, and does not start if the parent is already dead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
 
-#: A program that writes down the signal that it receives.
+#: A program that writes the signal that it receives to a file.
 _CHILD = """
 import pathlib, signal, sys, time
 def noted(number, frame):
@@ -34,7 +34,7 @@ time.sleep(60)
 """  # noqa: E501
 
 
-def test_tied_process_gets_the_given_signal_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT, tied_process.__file__, str(noted), _CHILD], stdout=subprocess.PIPE
@@ -54,14 +54,16 @@ def test_tied_process_gets_the_given_signal_when_its_parent_is_killed(tmp_path: 
     [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
     ids=["parent", "program"],
 )
-def test_tied_process_reports_a_missing_parent_or_program(parent: int, program: str, reason: str) -> None:
+def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing(
+    parent: int, program: str, reason: str
+) -> None:
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert reason in ended.stderr
 
 
-def test_tied_process_runs_on_the_given_cores() -> None:
+def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores() -> None:
     core = min(os.sched_getaffinity(0))
     asked = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *asked]

@@ -1,4 +1,4 @@
-"""Tests of the conformance kit: a correct trainer passes, and each broken trainer fails the check for its fault."""
+"""Tests of the conformance kit for trainers: a correct trainer passes; a broken one fails the check for its fault."""
 
 from dataclasses import replace
 
@@ -16,10 +16,11 @@ VOCAB = 16
 
 
 class Broken:
-    """A bigram trainer with broken verbs (methods of the contract).
+    """A bigram trainer in which some verbs (methods of the trainer contract) are broken.
 
-    `verbs` maps a verb's name to a function of the correct trainer and the verb's arguments. `forward` and `backward`
-    are called for each micro-batch, `whole_forward` and `whole_backward` once for the sequence of micro-batches.
+    `verbs` maps a verb's name to its broken replacement, a function of the correct trainer and the verb's arguments.
+    Replacements of `forward` and `backward` are called for each micro-batch, those named `whole_forward` and
+    `whole_backward` once for all micro-batches.
     """
 
     def __init__(self, **verbs):
@@ -38,7 +39,7 @@ class Broken:
 
 
 def leaking(sound, batch):
-    """Return log-probs in which a segment's predictions depend on the segments before it."""
+    """Return log-probs that are wrong in all but the first segment, as if segments depended on earlier segments."""
     logprobs = sound.forward([batch])[0].copy()
     logprobs[1:] += np.where(batch.segment_ids[1:] > 0, 0.01, 0.0) * (batch.position_ids[1:] > 0)
     return logprobs
@@ -57,7 +58,7 @@ def starts_not_zero(sound, batch):
 
 
 def values_of_the_state_after(sound, batch):
-    """Return values that are off by one: token t gets the value of the state after the token."""
+    """Return values that are off by one: token t gets the value of the state after token t instead of before it."""
     values = sound.forward([batch])[0]
     shifted = np.where(batch.position_ids > 0, np.roll(values, -1), 0.0)
     last = np.append(batch.position_ids[1:] == 0, True)
@@ -174,7 +175,7 @@ def takes_all_tokens_for_one_stream(sound, batch, objective):
 
 
 class WithoutMeasures:
-    """An objective that omits the gradients with respect to its measures, such as the entropy."""
+    """An objective without the gradients with respect to its measures (quantities such as the exact entropy)."""
 
     def __init__(self, objective):
         self.needs, self.evaluate, self.prediction_gradient = (
@@ -343,13 +344,13 @@ def spec(tmp_path_factory):
     return TrainerSpec(model_path=path)
 
 
-def test_correct_trainer_passes_every_check(spec, tmp_path):
+def test_correct_trainer_passes_every_conformance_check(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(CHECKS) and all(r.promise for r in results)
 
 
-def test_correct_value_head_passes_every_value_check(spec, tmp_path):
+def test_trainer_with_a_correct_value_head_passes_every_conformance_check_of_value_heads(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(VALUE_CHECKS) == len(CHECKS)
@@ -365,12 +366,12 @@ BROKEN_VALUES = [
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN_VALUES, ids=[by_name(*row) for row in BROKEN_VALUES])
-def test_broken_value_head_fails_the_check_for_its_fault(check, verbs, spec, tmp_path):
+def test_trainer_with_a_broken_value_head_fails_the_conformance_check_for_its_fault(check, verbs, spec, tmp_path):
     subject = TrainerUnderTest(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
     assert check in {r.name for r in run(subject, directory=tmp_path) if r.status is Status.FAILED}
 
 
-def test_value_checks_are_unsupported_for_a_trainer_without_value_head(spec, tmp_path):
+def test_conformance_checks_of_values_report_unsupported_for_a_trainer_without_value_head(spec, tmp_path):
     def refuses(sound, spec):
         if spec.head is Head.VALUE:
             raise SpecError("no values here")
@@ -382,14 +383,14 @@ def test_value_checks_are_unsupported_for_a_trainer_without_value_head(spec, tmp
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])
-def test_broken_trainer_fails_the_check_for_its_fault(check, verbs, spec, tmp_path):
+def test_broken_trainer_fails_the_conformance_check_for_its_fault(check, verbs, spec, tmp_path):
     results = run(TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
     failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
     assert check in failed
     assert failed[check], "a failure gives its reason"
 
 
-def test_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
+def test_conformance_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
@@ -399,12 +400,12 @@ def test_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(sp
     assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}
 
 
-def test_check_that_cannot_run_is_reported_as_unsupported(spec, tmp_path):
+def test_conformance_check_that_cannot_run_is_reported_as_unsupported(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
     assert results[0].status is Status.UNSUPPORTED and "too large to sum over" in results[0].reason
 
 
-def test_trainer_that_ignores_a_missing_model_fails_the_check(tmp_path, spec):
+def test_trainer_that_ignores_a_missing_model_fails_the_conformance_check_for_it(tmp_path, spec):
     eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
     results = run(TrainerUnderTest(lambda: eager, spec, VOCAB), directory=tmp_path)
     assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}
@@ -432,8 +433,8 @@ def half_the_gradient(sound, *, learning_rate):
         ({"optimizer_step": half_the_gradient}, {"gradient_matches_the_loss", "clipping_bounds_the_norm"}),
     ],
 )
-def test_adapter_trainer_faults_are_detected_through_the_loss(verbs, expected, spec, tmp_path):
-    """The checks do not read weights, so a trainer of all weights can stand in for one of adapters."""
+def test_faults_of_a_trainer_of_adapters_are_detected_from_its_losses(verbs, expected, spec, tmp_path):
+    """These checks read the loss and not the weights, so a trainer of all weights can stand in for one of adapters."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_matches_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
     found = run(subject, directory=tmp_path, checks=checks)

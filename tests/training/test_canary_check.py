@@ -1,4 +1,4 @@
-"""Canary checks: trainers and engines with equal weights agree, and each kind of error is reported as a mismatch."""
+"""A canary check compares an engine's log-probs of a test prompt with the trainer's, and reports any mismatch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(path: Path, *, seed: int) -> Path:
 
 
 class Twisted:
-    """A `CanaryEngines` whose answers are altered in transit."""
+    """A client of real engines that alters their answers with the function `twist`."""
 
     def __init__(self, client: EngineClient, twist: Any = lambda completion: completion) -> None:
         self._client = client
@@ -58,7 +58,7 @@ class Twisted:
 
 
 class World:
-    """A trainer, and an engine behind HTTP that started with the model of a seed."""
+    """A trainer, and an engine served over HTTP whose weights, drawn from a seed, may differ from the trainer's."""
 
     def __init__(self, url: str, client: EngineClient, trainer: BigramTrainer) -> None:
         self.url, self.client, self.trainer = url, client, trainer
@@ -86,7 +86,9 @@ async def world(tmp_path: Path, *, engine_seed: int = 0) -> AsyncIterator[World]
             yield World(url, client, trainer)
 
 
-async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_of_other_weights(tmp_path: Path) -> None:
+async def test_canary_check_accepts_an_engine_with_equal_weights_and_reports_the_deviation_of_other_weights(
+    tmp_path: Path,
+) -> None:
     async with world(tmp_path / "same") as same:
         findings = await same.findings()
         assert findings.worst[same.url] < 1e-5 and not findings.mismatched and not findings.failed
@@ -97,7 +99,7 @@ async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_o
 
 
 @pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
-async def test_canary_check_of_int8_weights_bounds_the_mean_deviation(
+async def test_canary_check_of_an_engine_with_int8_weights_limits_the_mean_deviation(
     tmp_path: Path, off: float, is_proven: bool
 ) -> None:
     """The engine's log-probs of all tokens deviate from the trainer's by the same amount, `off`."""
@@ -150,7 +152,7 @@ def _tokens(token: int) -> Any:
         (lambda completion: completion.model_copy(update={"choices": []}), {}, "at least one choice"),
     ],
 )
-async def test_invalid_answer_to_a_canary_is_a_mismatch(
+async def test_invalid_answer_to_a_canary_request_counts_as_a_mismatch(
     tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str
 ) -> None:
     async with world(tmp_path) as made:
@@ -179,7 +181,7 @@ async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(tmp
 
 
 class Reluctant:
-    """A `CanaryEngines` that rejects, hangs or is unreachable."""
+    """A fake client of an engine that rejects requests, hangs or is unreachable, in the given order."""
 
     def __init__(self, *outcomes: Exception | float) -> None:
         self.outcomes = list(outcomes)
@@ -203,7 +205,7 @@ class Reluctant:
         ((9.0,), "the canary had no answer within 0.5 s"),
     ],
 )
-async def test_unanswered_canary_is_a_failure_and_not_a_mismatch(
+async def test_unanswered_canary_request_counts_as_a_failure_and_not_as_a_mismatch(
     outcomes: tuple[Exception | float, ...], sentence: str
 ) -> None:
     canary = Canary(messages=CANARY.messages, tolerance=TOLERANCES["float32"], deadline_s=0.5)

@@ -1,4 +1,4 @@
-"""The exact entropy equals that of the distributions, on any trainer; measuring it does not change training."""
+"""The measured entropy equals that of the model's distributions on any trainer; measuring does not change training."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
     return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
 
 
-def test_exact_entropy_is_the_mean_over_sampled_tokens(spec: TrainerSpec) -> None:
+def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
-    expected = entropy[[2, 3]].mean()  # each rollout samples 3 and 4 after the prompt 1, 2
+    expected = entropy[[2, 3]].mean()  # of a bigram model; each rollout samples 3 and 4 after the prompt 1, 2
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_entropy_is_measured_first_for_groups_whose_answers_are_kept(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -61,7 +61,7 @@ def test_entropy_is_measured_first_for_groups_whose_answers_are_kept(spec: Train
         asked.append((version, groups))
         return [7, 19]
 
-    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # measures 5 of the 80 rollouts
+    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # the entropy of 5 of 80 rollouts is measured
     assert asked == [(3, 40)]
     assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
     for tokens in told.of_tokens.values():
@@ -71,14 +71,14 @@ def test_entropy_is_measured_first_for_groups_whose_answers_are_kept(spec: Train
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
 
 
-def test_entropies_of_a_branching_episode_are_in_turn_order(spec: TrainerSpec) -> None:
+def test_measured_entropies_of_a_branching_episode_are_in_the_order_of_its_turns(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
     turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
-    # Two agents alternate, so the segments are turns 0 and 2, and turns 1 and 3.
+    # Two agents alternate, so one segment consists of turns 0 and 2, the other of turns 1 and 3.
     forked = episode(turns, (ROOT, ROOT, 0, 1))
     groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
     told = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
@@ -87,7 +87,7 @@ def test_entropies_of_a_branching_episode_are_in_turn_order(spec: TrainerSpec) -
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize("most", [0, 1, 2, 50])
-def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_kept_answers(
+def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_how_many_samples_are_kept(
     spec: TrainerSpec, groups: int, most: int
 ) -> None:
     meter = EntropyMeter(1, lambda version, count: range(count)[:most])

@@ -1,4 +1,4 @@
-"""Batches of several optimizer steps: compared with a plain PPO loop on every backend, and ended early."""
+"""Batches with several optimizer steps equal a plain PPO loop on every backend, and can end early."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ OBJECTIVE = resolve(
         "grad1": {"over": "old", "epsilon_low": EPSILON, "epsilon_high": EPSILON},
     }
 )
-#: A large eps keeps rounding errors of the gradient small in the weights.
+#: With a large eps, AdamW does not amplify rounding errors of small gradients.
 OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
 #: The learning rates of a batch's optimizer steps, all different.
 RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
 def batch_of(number: int) -> list[RolloutGroup]:
-    """Return seven groups of three rollouts of different lengths; one has equal rewards. Token 0 is torch's padding."""
+    """Return seven groups of three rollouts of different lengths; one group has equal rewards.
+
+    Token 0 does not occur, because torch pads with it.
+    """
     draw, made = rng.generator(number, "epochs"), []
     for index in range(7):
         rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))
@@ -71,7 +74,7 @@ LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train with a plain PPO loop; return loss (without clipped tokens) and gradient norm of each optimizer step."""
+    """Train with a plain PPO loop; return (loss without clipped tokens, gradient norm) of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
@@ -109,7 +112,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
 
 @dataclass
 class Subject:
-    """A trainer, and the oracle's function and parameters for the same model."""
+    """A trainer, and the log-prob function and the parameters of the same model for the plain PPO loop."""
 
     trainer: Trainer
     logprobs: LogProbs
@@ -157,7 +160,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 
 
 def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
-    """Train on the batch with this number, which produces the version of that number."""
+    """Train on batch `number`, which produces model version `number`."""
     mini_batching = fields.pop("mini_batching", DEALING)
     batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
     rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
@@ -195,7 +198,7 @@ def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
     return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
-def test_batch_ends_early_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_path: Path) -> None:
+def test_batch_ends_early_once_the_kl_divergence_from_the_old_policy_exceeds_target_kl(tmp_path: Path) -> None:
     free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]
@@ -208,20 +211,20 @@ def test_batch_ends_early_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
-def test_target_kl_requires_old_logprobs_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
+def test_old_logprobs_are_computed_for_target_kl_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
     objective = resolve("pipelinerl")
     mini_batching = replace(DEALING, target_kl=1e9)
     assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
     assert "kl_old" not in taken(bigram_step(tmp_path), 1, objective).updates[0]
 
 
-def test_batch_ends_after_the_last_given_learning_rate(tmp_path: Path) -> None:
-    """A replay passes fewer rates to end a batch where the run ended it."""
+def test_batch_ends_after_as_many_optimizer_steps_as_learning_rates_are_given(tmp_path: Path) -> None:
+    """A replay passes fewer learning rates than optimizer steps, to end a batch where the recorded run ended it."""
     assert len(taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 4).updates) == 4
 
 
 class Breaking:
-    """A bigram trainer whose gradient overflows at one optimizer step."""
+    """A bigram trainer whose gradient overflows at optimizer step `at`."""
 
     def __init__(self, inner: Trainer, at: int) -> None:
         self._inner, self._at = inner, at
@@ -236,7 +239,7 @@ class Breaking:
         return self._inner.optimizer_step(learning_rate=learning_rate)
 
 
-def test_nonfinite_gradient_ends_a_started_batch_and_skips_an_unstarted_one(
+def test_nonfinite_gradient_ends_a_batch_early_or_skips_it_if_it_has_made_no_optimizer_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = of_bigram(tmp_path).trainer

@@ -1,4 +1,4 @@
-"""Non-finite values are detected and named with their groups, and leave weights and gradients unchanged."""
+"""A step with non-finite values is skipped with an error that names their groups, and leaves the weights unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
 
 
 def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
-    """Return three groups; the values given apply to a rollout of the middle one, order 6."""
+    """Return three groups; the given values apply to one rollout of the middle group, whose order has index 6."""
     bad = replace(
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
     )
@@ -60,7 +60,7 @@ def refused(what: str, groups: list[int]) -> Iterator[None]:
 
 
 class Overflowing:
-    """A term whose value is finite but whose gradient is not."""
+    """A loss term whose value is finite but whose gradient is not."""
 
     needs: frozenset[str] = frozenset()
     formula = ""
@@ -148,7 +148,7 @@ def spoil(made: BigramTrainer) -> None:
 
 
 @pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_reference_or_critic_with_nan_weights_skips_the_step_and_is_named(
+def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(
     role: str, column: str, spec: TrainerSpec
 ) -> None:
     reference, values = worker(spec), worker(spec, head=Head.VALUE)
@@ -161,7 +161,7 @@ def test_reference_or_critic_with_nan_weights_skips_the_step_and_is_named(
         step.accumulate(batch, objective)
 
 
-def test_policy_with_nan_weights_skips_the_step_and_is_named(spec: TrainerSpec) -> None:
+def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(spec: TrainerSpec) -> None:
     policy = worker(spec)
     spoil(policy)
     objective = resolve("pipelinerl")
@@ -185,6 +185,6 @@ def test_nonfinite_gradient_of_the_critic_updates_neither_model(spec: TrainerSpe
             each.optimizer_step(learning_rate=0.1)
 
 
-def test_nonfinite_step_error_names_the_cause_and_the_groups() -> None:
+def test_error_of_a_step_with_nonfinite_values_names_the_cause_and_the_groups() -> None:
     assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
     assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

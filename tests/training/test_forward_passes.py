@@ -1,4 +1,4 @@
-"""`old_logprobs` from the weights that sampled each token: compared with a plain loop, and the cost in tokens."""
+"""`old_logprobs` computed with the weights that sampled each token equal a plain loop, and cost no unneeded tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
 
 
 def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
-    """Return a rollout of random tokens; every turn has these spans, with environment text between turns."""
+    """Return a rollout of random tokens; every turn has these version spans, with environment tokens between turns."""
     draw = rng.generator(seed, "passes")
     number = sum(count for _, count in spans)
     parts = [
@@ -63,7 +63,7 @@ def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, rewa
 
 
 def mixed() -> list[RolloutGroup]:
-    """Return a group of rollouts sampled by one, two or three versions."""
+    """Return a group of rollouts, each of which was sampled by one, two or three model versions."""
     members = [
         sampled(1, [(0, 5)]),
         sampled(2, [(0, 2), (1, 3)], reward=0.0),
@@ -79,7 +79,7 @@ def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producin
 
 
 def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
-    """Return a step whose history holds versions 0 to `steps`, and each version's predictions for `mixed()`."""
+    """Return a train step whose weight history has versions 0 to `steps`, and each version's log-probs of `mixed()`."""
     history = WeightHistory(trainer.weight_layout())
     step = TrainStep(
         passes=ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
@@ -97,7 +97,9 @@ def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
 
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])
-def test_old_logprobs_are_those_of_the_weights_that_sampled_each_token(trainer: Trainer, budget: int) -> None:
+def test_old_logprobs_equal_the_logprobs_under_the_weights_that_sampled_each_token(
+    trainer: Trainer, budget: int
+) -> None:
     step, predicted = warmed_up(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
@@ -137,9 +139,9 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     assert compared == 12 + 4, "each sampled token once"
 
 
-@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # only torch: the bigram serves rounded weights
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trainer samples with rounded weights
 def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
-    """The recomputation and the gradient pass use the same forward graph and weights."""
+    """The recomputation and the gradient pass must use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
@@ -149,7 +151,7 @@ def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer
 
 
 class Counting:
-    """A bigram trainer that records the number of tokens of each forward pass at given weights."""
+    """A bigram trainer that records the number of tokens of each forward pass with weights of an earlier version."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.worker = trainer
@@ -164,16 +166,16 @@ class Counting:
 
 
 def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: Trainer) -> None:
-    """A version covers only rollouts that it sampled from, up to its last token."""
+    """The pass for a version covers only rollouts with tokens of that version, up to its last token."""
     step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
     plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
     plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)
-    third = 3 + 7 + 3  # tokens before the second sampled part of the two-turn rollout
+    third = 3 + 7 + 3  # tokens of the two-turn rollout before the sampled tokens of its second turn
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
-def test_prefixes_of_a_micro_batch_end_with_the_last_requested_tokens() -> None:
+def test_prefix_of_each_segment_in_a_micro_batch_ends_with_its_last_requested_token() -> None:
     batch = in_one_batch(mixed()).micro_batches[0]
     assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
     assert batch.behavior_versions is not None

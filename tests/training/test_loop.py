@@ -1,4 +1,4 @@
-"""The training loop with real trainer and store; the test acts as controller, actors and engines."""
+"""The training loop with a real trainer and checkpoint store; the test plays controller, actors and engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ R = TypeVar("R")
 
 @final
 class Engines:
-    """A `Publisher` and `CanaryChecker` that delays publications and checks on demand."""
+    """A fake publisher and canary checker that can hold back publications (`gate`) and checks (`doubt`)."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int, int]] = []
@@ -96,7 +96,7 @@ class Engines:
         )
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Record the trainer's log-probs of two tokens for the test."""
+        """Accept all engines, and record the trainer's log-probs of two tokens at the time of the check."""
         await self.doubt.wait()
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
         return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
@@ -106,7 +106,7 @@ class Engines:
 
 
 def two_tokens() -> MicroBatch:
-    """Return the two tokens that every rollout here contains."""
+    """Return a micro-batch with the two sampled tokens that every rollout in this module contains."""
     weighted = WeightedRollout(rollout=rollout(), advantages=np.zeros(2), token_weight=1.0)
     (packed,) = pack([weighted], token_budget=8)
     return packed.micro_batch
@@ -120,7 +120,7 @@ def poisoned(index: int) -> RolloutGroup:
 
 @dataclass
 class Surroundings:
-    """A running loop with its stream, store, trainer and engines."""
+    """A running training loop with its stream, checkpoint store, trainer and engines."""
 
     stream: MemoryStream
     engines: Engines
@@ -169,7 +169,7 @@ class Surroundings:
     async def roll_out(
         self, *indices: int, version: int = 0, poison: bool = False, rewards: Sequence[float] = (0.0, 1.0)
     ) -> None:
-        """Append groups of two rollouts; with `poison` the sampler's log-probs are NaN."""
+        """Append groups of two rollouts to an actor's stream; with `poison`, one rollout has NaN log-probs."""
         made = [poisoned(index) if poison else group(index, rewards, version=version) for index in indices]
         payloads = [encode_group(each) for each in made]
         await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
@@ -245,7 +245,7 @@ async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_pat
         assert made.trainer.forward([two_tokens()])[0].tolist() != before
 
 
-async def test_groups_of_orders_that_the_controller_ended_as_stale_are_dropped(
+async def test_groups_whose_prompt_orders_the_controller_ended_as_stale_are_dropped(
     tmp_path: Path,
 ) -> None:
     async with room(tmp_path) as made:
@@ -297,7 +297,9 @@ async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in
         assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_full_step_waits_for_an_order_that_would_be_too_old_for_later_steps(tmp_path: Path) -> None:
+async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old_for_later_steps(
+    tmp_path: Path,
+) -> None:
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
@@ -309,7 +311,7 @@ async def test_full_step_waits_for_an_order_that_would_be_too_old_for_later_step
         assert (await made.heard(StepDone)).orders == [0, 1]
 
 
-async def test_step_waits_for_overdue_orders_only_until_the_limit(tmp_path: Path) -> None:
+async def test_step_waits_for_overdue_groups_only_until_a_time_limit(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=0.2) as made:
         await made.begin(fresh_until=[(0, 1)], issued=3)
         await made.roll_out(0, 1)
@@ -334,7 +336,7 @@ async def test_trainer_reports_each_step_and_waits_for_the_directive_before_the_
         assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
 
 
-async def test_preempted_trainer_saves_its_state_if_it_was_waiting_for_rollouts(tmp_path: Path) -> None:
+async def test_preempted_trainer_that_was_waiting_for_rollouts_saves_its_state(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -351,7 +353,7 @@ async def test_preempted_trainer_saves_its_state_if_it_was_waiting_for_rollouts(
 
 
 async def test_trainer_that_gets_two_stop_directives_saves_once(tmp_path: Path) -> None:
-    """One stop comes unsolicited while the trainer waits for an answer, another in the answer."""
+    """One stop directive comes unsolicited while the trainer waits for an answer, the other is the answer itself."""
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -362,8 +364,8 @@ async def test_trainer_that_gets_two_stop_directives_saves_once(tmp_path: Path) 
         assert [saved.model_version for saved in await made.reports(Checkpointed)] == [1]
 
 
-async def test_preempted_trainer_finishes_the_current_step_first(tmp_path: Path) -> None:
-    """Groups for the next step stay in the stream."""
+async def test_preempted_trainer_finishes_the_current_step_before_it_saves_its_state(tmp_path: Path) -> None:
+    """Groups that arrive for the next step stay in the stream."""
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -379,7 +381,7 @@ async def test_preempted_trainer_finishes_the_current_step_first(tmp_path: Path)
         assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
 
 
-async def test_step_changes_the_weights_only_after_the_current_publication(tmp_path: Path) -> None:
+async def test_step_changes_the_weights_only_after_the_publication_in_progress_has_ended(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -451,7 +453,7 @@ async def test_checkpoint_contains_the_state_to_resume_from(tmp_path: Path) -> N
         assert restored.model_version == 1
 
 
-async def test_checkpoint_records_where_each_earlier_epoch_began(tmp_path: Path) -> None:
+async def test_checkpoint_records_the_version_at_which_each_earlier_trainer_epoch_began(tmp_path: Path) -> None:
     before = TrainingState(
         model_version=0,
         epoch=2,
@@ -484,7 +486,7 @@ async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path)
         await made.heard(Checkpointed)
         latest = made.store.latest()
         expected = 2.0
-        for reward in (0.0, 1.0, 0.0, 1.0):  # the rewards of groups 0 and 1, rollout by rollout
+        for reward in (0.0, 1.0, 0.0, 1.0):  # the rewards of the four rollouts in groups 0 and 1
             expected = 0.95 * expected + 0.05 * reward
         assert latest is not None and latest[1].baselines == {"test": pytest.approx(expected)}
 
@@ -511,7 +513,7 @@ async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Pa
         assert made.engines.taken == [(1, 0, 2)]
 
 
-async def test_orders_that_fail_are_reported_without_waiting_for_a_step(tmp_path: Path) -> None:
+async def test_failed_prompt_orders_are_reported_without_waiting_for_a_training_step(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", failed=[0, 1])
@@ -552,7 +554,7 @@ async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path
         assert (await made.heard(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
 
 
-async def test_skipped_step_is_reported_only_after_the_current_publication(tmp_path: Path) -> None:
+async def test_skipped_step_is_reported_only_after_the_publication_in_progress_has_ended(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -565,7 +567,9 @@ async def test_skipped_step_is_reported_only_after_the_current_publication(tmp_p
         assert kinds.index(Published) < kinds.index(StepSkipped)
 
 
-async def test_trainer_saves_and_fails_after_three_skipped_steps_in_a_row(tmp_path: Path) -> None:
+async def test_trainer_saves_its_state_and_exits_with_an_error_after_three_skipped_steps_in_a_row(
+    tmp_path: Path,
+) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, 2, 3, 4, 5, 6, 7, poison=True)
@@ -586,8 +590,8 @@ async def test_trainer_saves_and_fails_after_three_skipped_steps_in_a_row(tmp_pa
         assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
-async def test_ready_report_contains_the_epoch_that_claimed_the_checkpoints(tmp_path: Path) -> None:
-    """Otherwise a restarted controller could assign an epoch that is already fenced off."""
+async def test_trainers_first_report_contains_the_epoch_that_last_claimed_the_checkpoint_store(tmp_path: Path) -> None:
+    """Otherwise a restarted controller could assign an epoch that may no longer write checkpoints."""
     CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=tmp_path).claim(4)
     async with room(tmp_path) as it:
         assert (await it.heard(TrainerReady)).claimed == 4
@@ -596,7 +600,7 @@ async def test_ready_report_contains_the_epoch_that_claimed_the_checkpoints(tmp_
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
 @pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
 async def test_directive_of_a_later_epoch_ends_the_trainer(tmp_path: Path, answers: str, while_it: str) -> None:
-    """The trainer then neither publishes nor trains."""
+    """After such a directive, the trainer neither publishes weights nor trains."""
     async with room(tmp_path) as made:
         await made.begin()
         if while_it == "waits for an answer":
@@ -617,7 +621,9 @@ async def test_trainer_ignores_directives_of_an_earlier_epoch(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("culprit", ["controller", "actors"])
-async def test_trainer_that_waits_past_its_deadline_names_the_missing_process(tmp_path: Path, culprit: str) -> None:
+async def test_trainer_that_waits_past_its_deadline_fails_with_the_name_of_the_missing_process(
+    tmp_path: Path, culprit: str
+) -> None:
     async with room(tmp_path, deadline_s=0.5) as made:
         if culprit == "actors":
             await made.begin()
@@ -630,15 +636,15 @@ async def test_trainer_that_waits_past_its_deadline_names_the_missing_process(tm
 
 
 def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
-    """Return the number of waiting groups, the ledger's counts and the current directive."""
+    """Return what changes when something arrives: waiting groups, ledger counts and the current directive."""
     return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
-async def test_trainer_waits_for_rollouts_as_long_as_something_arrives(
+async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_messages_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """The clock advances by most of a deadline before each arrival, and by several deadlines before the step."""
+    """The clock advances by almost a deadline before each arrival, so that the whole wait is several deadlines long."""
     ahead_s = 0.0
     monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
@@ -659,7 +665,7 @@ async def test_trainer_waits_for_rollouts_as_long_as_something_arrives(
         assert (await made.heard(StepDone)).consumed.trained == 4
 
 
-async def test_step_without_signal_has_a_gradient_of_zero(tmp_path: Path) -> None:
+async def test_step_on_groups_with_equal_rewards_has_a_gradient_of_zero(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, rewards=(1.0, 1.0))
@@ -668,7 +674,7 @@ async def test_step_without_signal_has_a_gradient_of_zero(tmp_path: Path) -> Non
         assert done.consumed.no_signal == {"test": NoSignalGroups(right=2)}
 
 
-async def test_learning_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:
+async def test_learning_rate_of_a_step_is_the_knobs_value_times_the_schedules_factor(tmp_path: Path) -> None:
     async with room(tmp_path, warmup_steps=4) as made:
         await made.begin(learning_rate=0.1)
         await made.roll_out(0, 1)

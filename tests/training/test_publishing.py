@@ -1,4 +1,4 @@
-"""Weight versions announced by a stream: engines that follow it load them, silent ones are skipped."""
+"""Engines load the weight versions that are announced in a stream; engines that stay silent are skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
 class Taking:
-    """An engine's weight-update interface, which records requests and may reject them."""
+    """A fake of an engine's weight-update interface that records requests and may reject them."""
 
     def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
         self.refusal = refusal
@@ -53,7 +53,7 @@ class Taking:
 
 @asynccontextmanager
 async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
-    """Let the engines `http://NAME:1` follow the stream; wait until each has reported that it does."""
+    """Let the engines `http://NAME:1` read announcements from the stream; wait until each has reported that it does."""
     tasks = [
         asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
         for name, engine in engines.items()
@@ -83,7 +83,7 @@ async def tell(
     return dict(await announcer.tell(prepare(version), engines, left_out=left_out, deadline=deadline))
 
 
-async def test_engines_that_follow_the_stream_load_each_announced_version_and_report_it() -> None:
+async def test_engines_that_read_the_announcement_stream_load_each_version_and_report_it() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -108,7 +108,7 @@ async def test_engines_pull_announced_weights_from_different_replicas() -> None:
     assert {(engine.asked[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
 
 
-async def test_engine_that_already_serves_the_announced_version_gets_no_commit() -> None:
+async def test_engine_that_already_serves_the_announced_version_gets_no_commit_request() -> None:
     stream, a = MemoryStream(), Taking()
     a.serves = 1
     async with following(stream, a=a):
@@ -137,7 +137,7 @@ async def test_engine_excluded_from_an_announcement_keeps_its_weights() -> None:
     assert [request.version for request in b.asked] == [2, 2]
 
 
-async def test_announcer_does_not_wait_for_a_silent_engine_until_it_reports_again() -> None:
+async def test_trainer_does_not_wait_for_an_engine_that_stopped_reporting_until_it_reports_again() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.05)
     async with following(stream, a=a, b=b):
@@ -169,7 +169,7 @@ async def test_engine_loads_only_the_newest_of_several_announced_versions() -> N
     assert [request.version for request in a.asked] == [1, 1, 3, 3]
 
 
-async def test_announcer_and_engines_skip_unreadable_stream_entries() -> None:
+async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_streams() -> None:
     stream, a = MemoryStream(), Taking()
     async with following(stream, a=a):
         for name in (ANNOUNCEMENTS, TAKEN):
@@ -177,7 +177,7 @@ async def test_announcer_and_engines_skip_unreadable_stream_entries() -> None:
         assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
 
 
-async def test_engine_report_without_a_valid_answer_counts_as_a_failure() -> None:
+async def test_engines_report_of_a_loaded_version_counts_as_a_failure_if_it_cannot_be_decoded() -> None:
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])

@@ -1,4 +1,4 @@
-"""Replayed steps are bit-identical to the recorded ones; steps computed from other data are detected."""
+"""Replayed training steps are bit-identical to the recorded steps; steps computed from other data are detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS, *
 
 
 def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
-    """Return three steps of four groups, as a run would have recorded them."""
+    """Take three training steps of four groups each; return them as a run records them."""
     taking, steps = replay(model, chosen=chosen), []
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
@@ -62,7 +62,7 @@ def test_replayed_steps_are_bit_identical_to_the_recorded_ones(model: Path, chos
     assert len({each.figures["loss"] for each in again}) == 3, "the steps are not all alike"
 
 
-def test_replay_reports_differences_caused_by_other_weights_or_rewards(model: Path) -> None:
+def test_replay_reports_the_metrics_that_differ_because_of_other_weights_or_rewards(model: Path) -> None:
     steps = recorded(model)
     hotter = replace(steps[0], figures={**steps[0].figures, "learning_rate": 0.1001})
     first, second, _ = replay(model).run([hotter, *steps[1:]])
@@ -72,7 +72,7 @@ def test_replay_reports_differences_caused_by_other_weights_or_rewards(model: Pa
     assert {"reward", "loss", "grad_norm"} <= found.differences.keys()
 
 
-def test_replay_uses_the_copy_of_a_group_that_the_run_could_train(model: Path) -> None:
+def test_replay_of_a_group_with_two_copies_uses_the_copy_that_the_run_could_train_on(model: Path) -> None:
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)
@@ -80,7 +80,7 @@ def test_replay_uses_the_copy_of_a_group_that_the_run_could_train(model: Path) -
     assert [each.differences for each in again.run(steps)] == [{}, {}, {}]
 
 
-def test_replay_with_another_objective_uses_the_same_data(model: Path) -> None:
+def test_replay_with_another_objective_uses_the_recorded_rollouts(model: Path) -> None:
     steps = recorded(model)
     taking = replay(model)
     list(taking.run(steps[:2]))
@@ -98,7 +98,7 @@ def test_replay_names_groups_and_steps_missing_from_the_record(model: Path) -> N
 
 
 def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
-    """Return a replay whose old log-probs come from the weights that sampled, so that steps need earlier weights."""
+    """Return a replay that computes old log-probs with the weights that sampled, so that it must keep older weights."""
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(
@@ -111,7 +111,7 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
 
 
 def test_replay_keeps_sampling_weights_as_long_as_steps_need_them(model: Path) -> None:
-    """Step 3 trains on samples of versions 1 and 2."""
+    """Step 3 trains on samples of versions 1 and 2, so the replay must still have the weights of version 1."""
     blanks = [
         RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
         for version, orders in ((1, (0, 1)), (2, (2, 4)), (3, (5, 8)))
@@ -135,7 +135,7 @@ def various(index: int) -> RolloutGroup:
     return replace(group(index, (), version=0), rollouts=tuple(rollouts))
 
 
-def test_replayed_steps_of_several_updates_are_bit_identical_also_from_a_saved_state(
+def test_replayed_steps_with_several_optimizer_steps_are_bit_identical_even_after_loading_a_saved_state(
     model: Path, tmp_path: Path
 ) -> None:
     mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")

@@ -1,7 +1,7 @@
-"""Old log-probs by the sampling weights, against the real engine, which gets new weights while it samples.
+"""Old log-probs computed with the sampling weights, compared with those of an engine that gets new weights in flight.
 
-With a recomputed cache, they agree with the sampler's to 1e-5. With a cache that older weights wrote (`continue`),
-log-probs after an update differ, because no pass with one version's weights can reproduce that cache.
+If the engine recomputes its KV cache after an update, they agree within 1e-5. In continue mode, the cache was written
+by older weights, so log-probs after an update differ: no pass with one version's weights can reproduce that cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 @pytest.fixture(scope="module")
 def step() -> TrainStep:
-    """Return a step with a policy at version 2 and the weights of versions 0, 1 and 2, which differ clearly."""
+    """Return a train step whose policy is at version 2, with a history of versions 0, 1 and 2, which differ clearly."""
     policy = TorchTrainer()
     policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
     history = WeightHistory(policy.weight_layout())
@@ -113,7 +113,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
 
 
 def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
-    """Return rollouts of three versions, some mixed; retry if they ended before the updates on a busy machine."""
+    """Return rollouts of three versions, some of which mix versions; retry if they all ended before the updates."""
     assert step.passes.history is not None
     for attempt in range(5):
         rollouts = asyncio.run(sample(step.passes.history, on_update, attempt, samples=samples))
@@ -129,7 +129,9 @@ def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
     return found
 
 
-def test_old_logprobs_equal_those_of_the_engine_for_every_token_and_version(step: TrainStep) -> None:
+def test_old_logprobs_of_every_token_equal_the_engines_if_it_recomputes_its_kv_cache_after_updates(
+    step: TrainStep,
+) -> None:
     found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
@@ -143,8 +145,8 @@ def test_old_logprobs_equal_those_of_the_engine_for_every_token_and_version(step
     assert told["mismatch_numerics_max"] <= TOLERANCE
 
 
-def test_kv_cache_of_older_weights_changes_logprobs_only_after_an_update(step: TrainStep) -> None:
-    # One sample per prompt: later samples of a prompt would read a cache that older weights wrote.
+def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: TrainStep) -> None:
+    # Only one sample per prompt, since further samples would read the prompt's cache, which older weights wrote.
     found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None

@@ -1,4 +1,4 @@
-"""The learning rate schedule at chosen steps."""
+"""The learning rate schedule has precomputed values at chosen steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step watch reports what the step did: samples with their advantages, filtered groups, and reasons."""
+"""The step watch records training steps: samples with their advantages, and filtered groups with the reasons."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def closed(watch: StepWatch) -> None:
     watch.samples.log.close()
 
 
-def test_kept_sample_contains_prompt_answers_verdicts_and_advantages(tmp_path: Path) -> None:
+def test_sample_kept_from_a_step_contains_prompt_answers_verdicts_and_advantages(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     cut = replace(rollout(reward=0.0, prompt=(5, 6), version=1), finish_reason="length")
@@ -81,7 +81,7 @@ def test_kept_sample_contains_prompt_answers_verdicts_and_advantages(tmp_path: P
     assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
 
 
-def test_kept_sample_contains_tokens_with_logprobs_versions_and_entropies(tmp_path: Path) -> None:
+def test_sample_kept_from_a_step_contains_tokens_with_logprobs_versions_and_entropies(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     wrong = rollout(reward=0.0, prompt=(5, 6), sampled=(7,), spans=((3, 1),))
@@ -104,7 +104,7 @@ def test_kept_sample_contains_tokens_with_logprobs_versions_and_entropies(tmp_pa
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 
-def test_environment_tokens_of_a_kept_sample_have_no_version(tmp_path: Path) -> None:
+def test_environment_tokens_in_a_kept_sample_have_no_model_version(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     first = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8))
     later = replace(first.turns[0], context_token_ids=np.array([1, 2, 3], np.int32))
@@ -146,7 +146,7 @@ def test_kept_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path:
     assert sample.answers[1].turns == (), "a single answer has none"
 
 
-def test_masked_rollout_of_a_kept_sample_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
+def test_truncated_rollout_in_mask_mode_is_kept_as_a_sample_without_advantage(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     cut = replace(rollout(reward=0.0), finish_reason="length")
     stepped(watch, [replace(group(0), rollouts=(rollout(reward=1.0), cut))], version=1, truncated=Truncated.MASK)
@@ -155,7 +155,7 @@ def test_masked_rollout_of_a_kept_sample_has_no_advantage_and_did_not_train(tmp_
     assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
 
 
-def test_mean_advantages_of_rollouts_do_not_depend_on_the_packing() -> None:
+def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micro_batches() -> None:
     groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
     batch = build(groups, objective=resolve("grpo"), token_budget=5, producing=1)
     advantages, trained = mean_advantages(batch, batch.micro_batches)
@@ -163,7 +163,7 @@ def test_mean_advantages_of_rollouts_do_not_depend_on_the_packing() -> None:
     assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
-def test_groups_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
+def test_groups_that_are_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
     drawn = []
     for name in ("first", "again"):
         watch = watch_in(tmp_path / name)
@@ -175,7 +175,7 @@ def test_groups_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Path) -> No
     assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
 
 
-def test_filter_reasons_beyond_the_limit_are_merged(tmp_path: Path) -> None:
+def test_reasons_for_filtered_groups_beyond_a_limit_are_merged(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     watch.ended([group(0)], GroupOutcome.FILTERED, "no signal")
     for number in range(100):
@@ -210,14 +210,14 @@ def test_filtered_groups_are_counted_by_reason_and_one_is_kept_as_an_example(tmp
     assert figures.by_domain["sums"]["all_wrong"] == 1.0
 
 
-def test_step_metrics_need_no_sample_log() -> None:
+def test_step_metrics_are_computed_without_a_sample_log() -> None:
     watch = StepWatch()
     watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
     assert watch.stepped(batch, batch.micro_batches, version=1).by_domain["test"]["stale"] == 0.5
 
 
-def test_sample_with_a_non_finite_reward_is_kept(tmp_path: Path) -> None:
+def test_sample_with_a_non_finite_reward_is_kept_without_its_reward(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     with np.errstate(invalid="ignore"):
         stepped(watch, [replace(group(0), rollouts=(rollout(reward=np.inf), rollout(reward=0.0)))], version=1)
@@ -281,13 +281,13 @@ def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
     assert tallies.take() == ({}, {}), "the next step begins from nothing"
 
 
-def test_domain_with_only_stale_groups_reports_only_their_counts() -> None:
+def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups() -> None:
     tallies = DomainTallies()
     tallies.add_stale(told([1.0]))
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_rare_tags_beyond_the_limit_are_merged() -> None:
+def test_metrics_of_rare_tags_beyond_a_limit_are_merged() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])

@@ -1,4 +1,4 @@
-"""The gradient of a whole step in torch, fp32: packing, splitting and order change it only by rounding."""
+"""Packing, splitting and order of rollouts change the gradient of a step in torch (fp32) only by rounding errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def groups() -> list[RolloutGroup]:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
-    """Return a step with a policy, a slightly trained critic, and a reference with other weights."""
+    """Return a train step with a policy, a critic after a few updates, and a reference with other weights."""
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
     workers: list[Any] = []
     for seed, head in ((0, Head.POLICY), (1, Head.VALUE), (2, Head.POLICY)):
@@ -66,7 +66,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
 
 
 def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
-    """Return the gradients of policy and critic by name, and clear them in the workers."""
+    """Return the gradients of policy and critic by parameter name; clear the gradients in the models."""
     objective = resolve(choice)
     if "values" not in objective.passes:
         step = TrainStep(passes=replace(step.passes, critic=None))
@@ -100,7 +100,7 @@ def _roles(made: dict[str, torch.Tensor]) -> set[str]:
 
 
 def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
-    """Return two groups of three episodes: linear, with two replies to one answer, and of two conversations."""
+    """Return two groups of three episodes: linear, with two replies to one answer, and with two conversations."""
     draw, made = rng.generator(5, "torch_episodes"), []
     for index in range(2):
         rollouts = []
@@ -116,7 +116,9 @@ def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rol
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_torch_gradient_does_not_depend_on_how_an_episode_is_stored(choice: Any, step: TrainStep) -> None:
+def test_torch_gradient_does_not_depend_on_whether_episodes_are_stored_as_trees_or_separate_paths(
+    choice: Any, step: TrainStep
+) -> None:
     expected = gradients(step, choice, budget=10_000, of=episodes())
     assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
     for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):

@@ -1,4 +1,4 @@
-"""One step on real trainers: forward passes, advantages against loops, and gradients invariant to packing."""
+"""One training step on real trainers: its forward passes, its advantages, and its gradient under any packing."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def spec(tmp_path: Path) -> TrainerSpec:
 
 
 def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
-    """Return a critic with non-zero values."""
+    """Return a critic that has been trained a little, so that its values are not zero."""
     worker = Counting(replace(spec, head=Head.VALUE))
     worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)  # type: ignore[union-attr]
     return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
 
 
 def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> TrainStep:
-    """Return a step with a policy, a critic and a reference with different weights."""
+    """Return a train step whose policy, critic and reference have different weights."""
     other = spec.model_path.with_name("reference")
     BigramModel.random(VOCAB, seed=9).save(other)
     critic = practised_critic(spec, warmup_steps=warmup_steps)
@@ -142,7 +142,7 @@ def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: 
 def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_it(
     name: str, spec: TrainerSpec
 ) -> None:
-    """Terms that do not depend on the rewards, such as a critic's, keep their gradient."""
+    """Objectives with terms that do not depend on equal rewards, such as a critic's advantages, keep their gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -162,7 +162,7 @@ def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_fr
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
 def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: TrainerSpec) -> None:
-    """The loops compute each rollout separately, token by token, from the columns of the workers."""
+    """The loops compute each rollout separately, token by token, from the models' log-probs and values."""
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
@@ -240,7 +240,7 @@ def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> Non
     assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
 
-def test_kl_coefficient_of_the_objective_scales_the_gradient(spec: TrainerSpec) -> None:
+def test_kl_coefficient_of_the_objective_scales_the_gradient_of_the_kl_penalty(spec: TrainerSpec) -> None:
     norms = []
     for beta in (0.0, 0.5, 5.0):
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
@@ -251,7 +251,7 @@ def test_kl_coefficient_of_the_objective_scales_the_gradient(spec: TrainerSpec) 
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
 
 
-def test_critic_learns_the_return_of_every_state(spec: TrainerSpec) -> None:
+def test_critic_learns_the_expected_return_of_every_state(spec: TrainerSpec) -> None:
     """Every rollout has reward 1, so every state has value 1."""
     step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
     earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]

@@ -1,4 +1,4 @@
-"""The weight history: it follows publications and k, survives a checkpoint, and reports missing versions."""
+"""The weight history keeps the published weights that may have sampled (bound k), also across a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def stepped(trainer: BigramTrainer) -> BigramTrainer:
 
 
 def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
-    """Publish a version with each k of `ks`, and take a step after each; return the versions held at each time."""
+    """For each staleness bound in `ks`, publish a version and take a step; return the versions held after each
+    publication.
+    """
     held = []
     for k in ks:
         history.keep(trainer, version=trainer.model_version, acceptance=k)
@@ -49,7 +51,7 @@ def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -
     return held
 
 
-def test_weight_history_holds_the_versions_that_the_next_step_may_use(trainer: BigramTrainer) -> None:
+def test_weight_history_holds_the_versions_whose_samples_the_next_step_may_use(trainer: BigramTrainer) -> None:
     history = WeightHistory(trainer.weight_layout())
     assert published(trainer, history, [2, 2, 2, 4, 4, 1, 3]) == [
         [0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6]
@@ -59,7 +61,7 @@ def test_weight_history_holds_the_versions_that_the_next_step_may_use(trainer: B
 
 
 def test_weight_history_holds_only_published_weights(trainer: BigramTrainer) -> None:
-    """With j = 3, every third version is published, so two of the six versions that may have sampled are held."""
+    """Every third version is published, so only two of the six versions that may have sampled are held."""
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
         if version % 3 == 0:

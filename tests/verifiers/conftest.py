@@ -1,4 +1,4 @@
-"""The math verifier takes seconds to start, so the tests of a file share one verifier and one event loop."""
+"""Fixture of a math verifier; all tests of a file share it, and its event loop, because it takes seconds to start."""
 
 from collections.abc import AsyncIterator
 

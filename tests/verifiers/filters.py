@@ -1,4 +1,4 @@
-"""Examples of user filters that keep, reject, fail and hang; tests refer to them by this file's path."""
+"""Examples of users' group filters that keep, reject, fail and hang; tests load them by this file's path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def everything(**values):
 
 
 def whatever(metadata):
-    """Keep, reject, fail or hang, as the problem's metadata says."""
+    """Keep the group, reject it, fail or hang, as the problem's metadata says."""
     match metadata["do"]:
         case "raise":
             return {}["nothing"]

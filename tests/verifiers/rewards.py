@@ -1,4 +1,4 @@
-"""Examples of user rewards: correct, odd, failing and hanging ones; tests refer to them by this file's path."""
+"""Examples of users' reward functions: correct, odd, failing and hanging ones; tests load them by this file's path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_place(task, text):
 
 
 def strict(completion, answer):
-    """Read a number, and fail on anything else."""
+    """Compare the first character, or the whole if it is a number; crash on text without these."""
     if completion == "offline":
         raise ConnectionError("the dictionary is away")
     return float(int(completion.encode("ascii")) == int(answer) if answer.isdigit() else completion[0] == answer[0])
@@ -64,7 +64,7 @@ async def asynchronous_group(completions):
 
 
 def whatever(completion):
-    """Return a reward, fail or hang, as the completion's text says."""
+    """Return a reward, fail or hang, as the completion's text tells."""
     match completion:
         case "raise":
             return {}["nothing"]
@@ -96,7 +96,7 @@ def whatever(completion):
 
 
 class Judge:
-    """A verifier class of a user, with the same methods as the package's own verifiers."""
+    """A user's verifier class, with the same methods as the package's own verifiers."""
 
     async def verify(self, problem, completion_text):
         if completion_text == "hang":

@@ -1,4 +1,4 @@
-"""Worker functions for the tests, which sleep, spin, die, or report their process."""
+"""A worker function for tests of the worker pool: it sleeps, uses CPU time, dies, or reports its process id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def open_sleeper(argument: str) -> Callable[[Any], Any]:
     if argument == "broken":
         raise RuntimeError("cannot be opened")
-    if argument == "threads":  # a process with threads cannot be forked safely
+    if argument == "threads":  # then the pool may not fork this process, since a process with threads cannot be forked
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
     def answering(question: Any) -> Any:

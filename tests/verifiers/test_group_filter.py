@@ -1,4 +1,4 @@
-"""User functions as group filters: arguments, results and failures; a filter that fails never keeps the group."""
+"""Users' functions as filters of rollout groups: arguments, results and failures; if it fails, the group is dropped."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any
 
 
 @pytest.mark.parametrize("function", ["asks_for_all", "everything"])
-async def test_filter_receives_the_values_that_its_parameters_name(function: str) -> None:
+async def test_group_filter_receives_the_values_that_its_parameters_name(function: str) -> None:
     verdict = await said(function)
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_text_that_a_filter_returns_is_the_reason_and_false_gives_the_filters_name() -> None:
+async def test_text_returned_by_a_group_filter_is_the_rejection_reason_and_false_gives_the_filters_name() -> None:
     assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await said("whatever", do="false")) == "whatever"
     assert refusal_of(await said("whatever", do="numpy")) == ""
@@ -60,14 +60,14 @@ async def test_text_that_a_filter_returns_is_the_reason_and_false_gives_the_filt
         ("die", "ended by itself"),
     ],
 )
-async def test_filter_with_an_invalid_result_fails_and_does_not_keep_the_group(what: str, sentence: str) -> None:
+async def test_group_is_dropped_if_its_filter_fails_or_returns_an_invalid_value(what: str, sentence: str) -> None:
     verdict = await said("whatever", do=what)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason), verdict.reason
     assert refusal_of(verdict) == "curation.filter failed: verifier_error"
 
 
-async def test_hanging_filter_is_killed_at_its_deadline() -> None:
+async def test_group_filter_that_hangs_is_killed_at_its_deadline() -> None:
     verdict = await said("whatever", do="hang", deadline_s=0.2)
     assert verdict.outcome is Outcome.TIMEOUT and refusal_of(verdict) == "curation.filter failed: timeout"
 
@@ -80,6 +80,6 @@ async def test_hanging_filter_is_killed_at_its_deadline() -> None:
         ("nothing", "has no 'nothing'; it has "),
     ],
 )
-def test_filter_function_of_the_wrong_form_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
+def test_function_that_cannot_be_a_group_filter_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
         GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

@@ -1,4 +1,4 @@
-"""The verifier `InstructionFollowing`: its rewards, their parts, and its own failures."""
+"""The verifier `InstructionFollowing` (IFEval instructions): its rewards, their parts, and the verifier's failures."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ SEA = problem(
         ({"matching": Matching.LOOSE}, "Well, so:\nthe sea is blue", 1.0, Outcome.CORRECT),
     ],
 )
-async def test_instruction_reward_follows_the_scoring_and_matching_settings(settings, text, reward, outcome):
+async def test_reward_for_following_instructions_depends_on_the_settings_scoring_and_matching(
+    settings, text, reward, outcome
+):
     verdict = await InstructionFollowing(**settings).verify(SEA, text)
     assert (verdict.reward, verdict.outcome) == (reward, outcome)
     if outcome is not Outcome.CORRECT and text:
         assert COMMA in verdict.reason
 
 
-async def test_reward_parts_are_the_shares_of_followed_instructions_by_kind():
+async def test_reward_has_a_part_for_each_kind_of_instruction_with_the_share_that_was_followed():
     verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
     assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
 

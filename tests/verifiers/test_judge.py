@@ -1,4 +1,4 @@
-"""The judge over real HTTP, and what happens on outages, disagreement and an exhausted budget."""
+"""An LLM judge over real HTTP: its scores, and verifier errors on outages, disagreement and an exhausted budget."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ async def verdicts(judge: Judge, *texts: str) -> list[Verdict]:
 
 
 def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
-    """Return a fake judge that gives these scores in order, whatever the prompt."""
+    """Return a fake judge model that replies with these scores in order, whatever the prompt."""
     left = list(scores)
     return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
 
 
-async def test_judge_scores_answers_with_the_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
@@ -71,7 +71,7 @@ async def test_judge_scores_answers_with_the_api_key_from_the_environment(monkey
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
 
 
-async def test_judge_is_asked_once_for_equal_answers_and_its_verdicts_are_cached() -> None:
+async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cached() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         async with judging(url, model="small", remembered=2) as judge:
@@ -83,7 +83,7 @@ async def test_judge_is_asked_once_for_equal_answers_and_its_verdicts_are_cached
     assert len(fake.bodies) == 4, "two are remembered, those judged last"
 
 
-async def test_votes_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
+async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
     fake = OpenAIFake(saying(10, 7, 4))
     with in_thread(fake.app) as url:
         async with judging(url, model="small", votes=3, temperature=0.7) as judge:
@@ -101,7 +101,7 @@ async def test_votes_of_a_judge_are_averaged_and_their_agreement_is_reported() -
         ((11, 12, 5), {}, "only 1 of 3 votes succeeded: the judge gave the score 1[12], which is not from 1 to 10"),
     ],
 )
-async def test_answer_is_masked_if_the_judges_votes_disagree_or_are_missing(
+async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are_missing(
     scores: Any, settings: dict[str, Any], sentence: str
 ) -> None:
     with in_thread(OpenAIFake(saying(*scores)).app) as url:
@@ -111,13 +111,13 @@ async def test_answer_is_masked_if_the_judges_votes_disagree_or_are_missing(
     assert re.search(sentence, verdict.reason)
 
 
-async def test_two_of_three_votes_of_a_judge_are_enough_for_a_verdict() -> None:
+async def test_two_valid_scores_out_of_three_from_a_judge_are_enough_for_a_verdict() -> None:
     with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0) as judge:
             assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
 
 
-async def test_overloaded_judge_is_retried() -> None:
+async def test_call_to_an_overloaded_judge_is_retried() -> None:
     fake = OpenAIFake(scripted_judge(), failures=(503, 429))
     with in_thread(fake.app) as url:
         async with judging(url, model="small") as judge:
@@ -129,7 +129,7 @@ async def test_overloaded_judge_is_retried() -> None:
     ("failures", "timeout_s", "words"),
     [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
-async def test_failing_judge_masks_the_answer_and_is_called_again_for_the_next(
+async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_once_the_judge_works_again(
     failures: tuple[int, ...], timeout_s: float, words: str
 ) -> None:
     fake = OpenAIFake(scripted_judge(), failures=failures)
@@ -142,21 +142,21 @@ async def test_failing_judge_masks_the_answer_and_is_called_again_for_the_next(
             assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
 
 
-async def test_unreachable_judge_masks_the_answer(tmp_path: Path) -> None:
+async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path: Path) -> None:
     for settings in ({}, {"model": "small"}):
         async with judging("http://127.0.0.1:9", timeout_s=0.5, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
             assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
 
 
-async def test_judge_never_exceeds_its_call_budget_even_after_a_restart(
+async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
         async with judging(url, purse=purse, model="small", most_calls=10) as judge:
             first = await verdicts(judge, "a", "b", "c")
-        async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # the process was restarted
+        async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # as after a restart
             second = await verdicts(judge, "d", "e", "f", "g")
     assert len(fake.bodies) == 5, "its half of ten"
     assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
@@ -165,7 +165,7 @@ async def test_judge_never_exceeds_its_call_budget_even_after_a_restart(
     assert [record.message for record in caplog.records] == [masked[0].reason], "once"
 
 
-async def test_judge_counts_tokens_against_its_budget_as_the_server_reports_them(tmp_path: Path) -> None:
+async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path: Path) -> None:
     fake, purse = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, purse=purse, model="small", most_tokens=30, concurrency=1) as judge:
@@ -174,7 +174,7 @@ async def test_judge_counts_tokens_against_its_budget_as_the_server_reports_them
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
 
 
-def test_damaged_budget_file_of_a_judge_is_an_error(tmp_path: Path) -> None:
+def test_damaged_file_with_a_judges_spent_budget_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(RecipeError, match=r"c.json holds the budget spent so far and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
@@ -202,7 +202,7 @@ class Said:
 
 
 class CountingServer:
-    """A server that counts concurrent calls; it answers only while `free` is set."""
+    """A fake server of the judge that counts concurrent calls, and answers only while `free` is set."""
 
     def __init__(self) -> None:
         self.now = self.most = self.asked = 0
@@ -252,7 +252,7 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
-async def test_concurrent_votes_share_a_failed_connection_to_the_judge_and_later_votes_reconnect() -> None:
+async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect() -> None:
     opened, gate = 0, asyncio.Event()
 
     async def opening() -> CountingServer:
@@ -295,7 +295,7 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     assert judge._opening is None
 
 
-async def test_failure_of_a_judge_is_not_cached() -> None:
+async def test_verifier_error_because_of_a_failing_judge_is_not_cached() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
             self.asked += 1
@@ -307,7 +307,7 @@ async def test_failure_of_a_judge_is_not_cached() -> None:
     assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
-async def test_answer_is_masked_if_the_problem_lacks_a_field_of_the_rubric() -> None:
+async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names() -> None:
     chosen = JudgeSettings(
         rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
     )
@@ -355,7 +355,7 @@ def test_judges_reply_without_a_single_valid_score_is_rejected(reply: str, sente
         JSON.read(reply)
 
 
-def test_score_pattern_reads_the_score_from_its_regex_group() -> None:
+def test_score_is_read_from_the_group_of_the_recipes_regular_expression() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
                             ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
@@ -364,5 +364,5 @@ def test_score_pattern_reads_the_score_from_its_regex_group() -> None:
             PATTERN.read(reply)
 
 
-def test_judges_score_is_mapped_to_a_share_of_its_range() -> None:
+def test_judges_score_is_converted_to_a_reward_from_0_to_1() -> None:
     assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

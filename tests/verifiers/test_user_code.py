@@ -1,4 +1,4 @@
-"""User functions as rewards: every accepted form, and every kind of failure, none of which counts as reward 0."""
+"""Users' reward functions: every accepted form, and every kind of failure; a failure never counts as reward 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEM = Problem(
 
 
 async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
-    """Return the verdicts on the texts, as one group, in a domain with this function as its verifier."""
+    """Judge the texts as one group, with this function of `rewards.py` as the verifier; return the verdicts."""
     verifier = open_verifier(
         DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
     )
@@ -63,7 +63,7 @@ async def test_group_reward_function_receives_lists_as_in_trl() -> None:
     )
 
 
-async def test_answer_that_crashes_a_reward_which_accepts_the_ground_truth_is_wrong() -> None:
+async def test_answer_that_crashes_a_reward_function_is_wrong_if_the_function_accepts_the_ground_truth() -> None:
     found = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
     assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
@@ -79,7 +79,7 @@ async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_d
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
 
-async def test_invalid_reward_gives_a_verifier_error_that_shows_the_value() -> None:
+async def test_invalid_value_returned_by_a_reward_function_gives_a_verifier_error_that_shows_the_value() -> None:
     texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
     found = await verdicts("whatever", *texts)
     assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * len(texts)
@@ -88,7 +88,7 @@ async def test_invalid_reward_gives_a_verifier_error_that_shows_the_value() -> N
     assert said[4] == "str '0.5'" and said[5].startswith("ndarray") and said[6] == "nan"
 
 
-async def test_rewards_of_every_valid_type_are_accepted() -> None:
+async def test_reward_function_may_return_a_bool_a_number_or_a_verdict() -> None:
     found = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
     assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
     assert found[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
@@ -105,7 +105,7 @@ async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> Non
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
-async def test_reward_that_hangs_times_out_without_delaying_other_answers(how: str) -> None:
+async def test_reward_function_that_hangs_times_out_without_delaying_other_answers(how: str) -> None:
     began = time.monotonic()
     found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
     assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
@@ -132,7 +132,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def test_user_class_can_be_a_verifier_and_its_errors_are_verifier_errors() -> None:
+async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors() -> None:
     found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
@@ -144,7 +144,7 @@ async def test_reward_function_with_an_unknown_parameter_is_rejected() -> None:
         await verdicts("asks_too_much", "a")
 
 
-async def test_reward_module_that_starts_threads_is_not_forked(tmp_path: Path) -> None:
+async def test_worker_process_whose_reward_module_starts_threads_is_not_forked(tmp_path: Path) -> None:
     file = tmp_path / "threaded.py"
     file.write_text(
         "import threading, time, os\n"
@@ -186,7 +186,7 @@ async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence
     assert "\n" not in str(raised.value)
 
 
-async def test_no_reward_worker_starts_before_the_first_answer() -> None:
+async def test_no_worker_for_rewards_starts_before_the_first_answer_is_judged() -> None:
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

@@ -1,4 +1,4 @@
-"""A weighted reward: the sum, the reward of each part, and parts that fail."""
+"""A weighted sum of rewards: the sum, the reward of each part, and parts that fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def given(reward: float, **fields: Any) -> Verdict:
 
 @final
 class Says:
-    """A verifier that gives every answer the same verdict."""
+    """A fake verifier that gives every answer the same verdict."""
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -43,7 +43,7 @@ async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float
     return judgement
 
 
-async def test_weighted_reward_reports_the_sum_and_its_unweighted_parts() -> None:
+async def test_weighted_sum_of_rewards_reports_the_sum_and_the_unweighted_reward_of_each_part() -> None:
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
         outcome=Outcome.PARTIAL,
@@ -55,7 +55,7 @@ async def test_weighted_reward_reports_the_sum_and_its_unweighted_parts() -> Non
     assert seconds == 1.0
 
 
-async def test_weighted_reward_below_the_threshold_correct_at_only_by_rounding_is_correct() -> None:
+async def test_answer_whose_reward_is_below_correct_at_only_because_of_rounding_is_correct() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT

@@ -18,7 +18,7 @@ from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extra
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Tests that share the math verifier must run on its event loop.
+#: Mark of tests that share the math verifier: they must run on the verifier's event loop.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -32,14 +32,14 @@ def spelling(index=0):
     return open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0).problem(index)
 
 
-async def test_reasoning_gym_rewards_only_the_full_score():
+async def test_reasoning_gym_verifier_rewards_only_answers_with_the_full_score():
     verifier, given = ReasoningGym(), spelling()
     verdicts = [await verifier.verify(given, text) for text in (given.ground_truth, given.ground_truth[:-1], "", "x<")]
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG, Outcome.WRONG]
     assert [v.reward for v in verdicts] == [1.0, 0.0, 0.0, 0.0]
 
 
-async def test_reasoning_gym_judges_each_problem_by_its_own_entry():
+async def test_reasoning_gym_verifier_judges_each_answer_by_the_solution_of_its_own_problem():
     verifier = ReasoningGym()
     problems = [spelling(i) for i in range(20)]
     for given, other in zip(problems, problems[1:] + problems[:1], strict=True):
@@ -47,7 +47,7 @@ async def test_reasoning_gym_judges_each_problem_by_its_own_entry():
         assert (await verifier.verify(other, given.ground_truth)).outcome is Outcome.WRONG
 
 
-async def test_reasoning_gym_loads_a_scorer_once_for_all_answers(monkeypatch):
+async def test_reasoning_gym_verifier_loads_the_scorer_of_a_task_once_for_all_answers(monkeypatch):
     made, create = [], gym_tasks.create_dataset
     monkeypatch.setattr(gym_tasks, "create_dataset", lambda task, **given: made.append(task) or create(task, **given))
     verifier, problems = ReasoningGym(), [spelling(i) for i in range(20)]
@@ -56,7 +56,7 @@ async def test_reasoning_gym_loads_a_scorer_once_for_all_answers(monkeypatch):
     assert [verdict.outcome for verdict in verdicts] == [Outcome.CORRECT] * 20 and made == ["spell_backward"]
 
 
-async def test_reasoning_gym_reads_the_last_answer_tags():
+async def test_reasoning_gym_verifier_reads_the_answer_between_the_last_answer_tags():
     given = spelling()
     text = f"<answer>no</answer> I mean <answer> {given.ground_truth} </answer>."
     assert (await ReasoningGym().verify(given, text)).outcome is Outcome.CORRECT
@@ -74,16 +74,16 @@ async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_erro
 
 
 @shared_loop
-async def test_synchronous_fast_path_gives_the_same_verdicts_as_the_slow_path(math_answer):
+async def test_verdicts_that_need_no_worker_equal_those_from_a_worker(math_answer):
     first, gym = spelling(), ReasoningGym()
-    assert gym.at_once(first, "x") is None  # the task's scorer is not loaded yet
+    assert gym.at_once(first, "x") is None  # no verdict, because the task's scorer is not loaded yet
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
     waited = [await gym.verify(first, text) for text in texts]
     answers = [SampledAnswer(text) for text in texts]
     judged = await PerAnswerVerifier(gym).judge(first, answers)
     assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
-    assert judged[0] is judged[2]  # equal answers are judged once
-    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # two of them need the mathematical comparison
+    assert judged[0] is judged[2]  # one verdict for equal answers
+    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # "6/3" and "8/4" need a symbolic comparison
     found = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
     assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
@@ -97,10 +97,10 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
     found = set()
     for task, (dataset, _) in DATASETS.items():
         methods = [m for name, m in inspect.getmembers(dataset, inspect.isfunction) if not name.startswith("__")]
-        # Evaluating the library's own text while generating is safe; evaluating an answer is not.
+        # Only methods that take an answer matter: a task may safely evaluate the library's own text to make problems.
         if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
             found.add(task)
-    assert found - UNSAFE_TASKS <= {"number_sorting"}  # evaluates only an answer of the library itself
+    assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates only the library's own reference answer
     assert found
 
 
@@ -141,10 +141,12 @@ async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
 
 
-async def test_endless_expression_times_out_and_the_next_answer_is_judged():
+async def test_math_verifier_times_out_on_an_endless_expression_and_judges_the_next_answer():
     verifier = MathAnswer(deadline_s=4.0)
     try:
-        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts a worker
+        assert (
+            await verifier.verify(problem("x+1"), "\\boxed{1+x}")
+        ).outcome is Outcome.CORRECT  # makes the verifier start a worker
         ticks, ticking = 0, True
 
         async def tick():
@@ -160,14 +162,14 @@ async def test_endless_expression_times_out_and_the_next_answer_is_judged():
         await ticker
         assert verdict.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.VERIFIER_ERROR)
         assert time.monotonic() - began < SOON_S
-        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop kept running
+        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop was not blocked
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT
     finally:
         await verifier.close()
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_answer_that_uses_cpu_until_the_deadline_is_wrong_and_one_that_lacked_cpu_timed_out(
+async def test_math_answer_over_the_deadline_is_wrong_if_it_used_enough_cpu_time_and_else_a_timeout(
     share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
@@ -200,7 +202,7 @@ def test_answer_that_crashes_the_math_comparison_is_wrong(
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_crashes_it_too() -> None:
+async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_also_crashes_the_scorer() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 
@@ -215,7 +217,7 @@ async def test_concurrent_math_answers_get_their_own_verdicts(math_answer):
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
 
 
-def test_last_answer_in_a_text_is_the_final_answer():
+def test_math_verifier_takes_the_last_answer_in_a_text_as_the_final_answer():
     assert final_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert final_answer("answer: 3\nthe answer is 4") == "4"
     assert final_answer(" 5 ") == " 5 "
@@ -238,7 +240,7 @@ def test_normalisation_of_an_answer_removes_meaningless_characters(raw, normal):
 
 
 @shared_loop
-async def test_mathematically_equal_answers_are_reported_in_the_same_form(math_answer):
+async def test_mathematically_equal_answers_are_recorded_in_the_same_normal_form(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
@@ -257,7 +259,7 @@ def test_parsing_an_answer_of_a_million_characters_is_fast(text):
     assert time.thread_time() - began < 2.0
 
 
-async def test_unusually_long_answer_is_scored_in_a_worker():
+async def test_unusually_long_answer_is_scored_in_a_worker_process():
     given, verifier = spelling(), ReasoningGym(deadline_s=PATIENCE_S)
     try:
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT

@@ -1,4 +1,4 @@
-"""Verifier workers that sleep, die and hang: deadlines, priorities, and cleanup after the actor's death."""
+"""The pool of verifier worker processes: deadlines, priorities, dying workers, and cleanup after the actor's death."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: 
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_worker_pool_uses_a_worker_started_in_advance_for_the_first_request(
+async def test_worker_that_was_started_in_advance_handles_the_first_request(
     pool: Callable[..., WorkerPool],
 ) -> None:
     started, busy = pool(), pool()
@@ -57,14 +57,16 @@ async def test_worker_pool_uses_a_worker_started_in_advance_for_the_first_reques
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_failed_start_of_a_worker_is_raised_by_the_first_request(pool: Callable[..., WorkerPool]) -> None:
+async def test_error_at_the_start_of_a_verifier_worker_is_raised_by_the_first_request(
+    pool: Callable[..., WorkerPool],
+) -> None:
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_worker_requests_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
+async def test_requests_of_any_size_to_verifier_workers_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
@@ -72,7 +74,7 @@ async def test_worker_requests_of_any_size_get_their_own_answers(pool: Callable[
 
 
 async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
-    """Encoding earlier would need gigabytes for a thousand answers to a problem of megabytes."""
+    """If all waiting requests were encoded, a thousand answers to a problem of megabytes would need gigabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
     tracemalloc.start()
@@ -84,7 +86,7 @@ async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: Callabl
     assert most < 32 * 2**20
 
 
-async def test_request_that_hangs_frees_its_worker_slot_early_and_is_killed_at_its_deadline(
+async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its_deadline(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -107,7 +109,7 @@ async def test_worker_of_a_slow_request_gets_a_low_priority(pool: Callable[..., 
     assert (await one.ask("who"))[1] == own
 
 
-async def test_request_of_usual_duration_keeps_its_workers_priority(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
@@ -142,7 +144,9 @@ async def test_many_hanging_requests_time_out_without_blocking_other_requests(
     assert all(isinstance(each, TimeoutError) for each in found)
 
 
-async def test_worker_pool_prefers_groups_without_slow_requests(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(
+    pool: Callable[..., WorkerPool],
+) -> None:
     one = pool(workers=1)
     order: list[str] = []
 
@@ -172,7 +176,9 @@ async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(po
 
 @linux
 @pytest.mark.parametrize("argument", ["", "threads"])
-async def test_dead_workers_leave_no_open_file_descriptor(pool: Callable[..., WorkerPool], argument: str) -> None:
+async def test_dead_verifier_workers_leave_no_open_file_descriptor(
+    pool: Callable[..., WorkerPool], argument: str
+) -> None:
     one = pool(argument=argument)
 
     async def dies() -> int:
@@ -186,8 +192,8 @@ async def test_dead_workers_leave_no_open_file_descriptor(pool: Callable[..., Wo
 
 
 @linux
-async def test_cancelled_start_of_a_worker_leaves_no_open_socket(pool: Callable[..., WorkerPool]) -> None:
-    """The start is cancelled at several points; an open socket would cause a warning in a later test."""
+async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: Callable[..., WorkerPool]) -> None:
+    """The start is cancelled at several points; pytest would report an open socket as a warning in a later test."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         for turns in (1, 2, 4):
@@ -224,7 +230,7 @@ async def test_second_kill_of_a_worker_process_does_not_reap_it_before_asyncio(
     assert not [each for each in caplog.messages if "Unknown child process" in each]
 
 
-async def test_answer_to_a_cancelled_request_is_not_given_to_the_next_request(
+async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -268,7 +274,7 @@ asyncio.run(main())
 
 
 @linux
-def test_no_worker_outlives_a_killed_actor_process() -> None:
+def test_verifier_workers_end_when_their_actor_process_is_killed() -> None:
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
     assert actor.stdout is not None
     pids = [int(word) for word in actor.stdout.readline().split()]
@@ -293,7 +299,7 @@ def _runs(pid: int) -> bool:
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """Start a task per group that waits for a slot, and then puts (group, whether out of turn) into `entered`."""
+    """For each group, start a task that waits for a slot, and then puts (group, whether out of turn) into `entered`."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))
@@ -304,7 +310,7 @@ async def waiting(
     return tasks
 
 
-async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_under_load() -> None:
+async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_if_all_workers_are_busy() -> None:
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -321,7 +327,7 @@ async def test_groups_with_slow_requests_get_a_quarter_of_the_worker_time_under_
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_one_worker_slot_in_four_is_given_to_groups_with_slow_requests() -> None:
+async def test_every_fourth_free_worker_slot_is_given_to_a_group_with_slow_requests() -> None:
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)
@@ -336,11 +342,11 @@ async def test_one_worker_slot_in_four_is_given_to_groups_with_slow_requests() -
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_worker_slot_of_a_cancelled_waiter_is_freed() -> None:
+async def test_worker_slot_given_to_a_request_that_is_then_cancelled_is_freed() -> None:
     places, entered = FairSemaphore(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)
     places.give_back(1.0, out_of_turn=False)
-    task.cancel()  # the waiter had already been given the slot
+    task.cancel()  # cancelled after it was given the slot and before it ran
     await asyncio.gather(task, return_exceptions=True)
     assert places.take_now() and not places.take_now()

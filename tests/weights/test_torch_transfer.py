@@ -1,4 +1,4 @@
-"""Hashing on a thread gives the same digest, and never reads bytes that were overwritten."""
+"""Hashing weights on a separate thread gives the right digest, and never reads bytes that were overwritten."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = xxhash.xxh3_128(NUMBERS.numpy().tobytes()).hexdigest()
 
 @final
 class LazyStream:
-    """A GPU's stream at its slowest: a copy happens only when its result is awaited, into alternating buffers."""
+    """A fake GPU stream that copies as late as possible: when a copy's result is awaited, into alternating buffers."""
 
     overlaps = True
 
@@ -42,7 +42,7 @@ class LazyStream:
         self.exits += 1
 
     def to_host(self, data: torch.Tensor) -> Landed:
-        """Return a copy that is made late, into the buffer that the copy before the last one used."""
+        """Return a copy that is made only when it is awaited, in the buffer that was used two copies before."""
         slot = self._pinned.pop(0)
         slot = slot if slot.numel() >= data.numel() else torch.empty(data.numel(), dtype=torch.uint8)
         self._pinned.append(slot)
@@ -57,7 +57,7 @@ class LazyStream:
 @pytest.mark.parametrize(
     "stream", [HostStream(cores=2), HostStream(cores=8), LazyStream()], ids=["few", "many", "lazy"]
 )
-def test_overlapped_digest_equals_the_digest_of_the_bytes_in_order(stream: TransferStream) -> None:
+def test_digest_computed_on_a_separate_thread_equals_the_digest_of_the_bytes_in_order(stream: TransferStream) -> None:
     digest, staged = OverlappedDigest(stream), [torch.empty(1000, dtype=torch.uint8) for _ in range(2)]
     for number, row in enumerate(NUMBERS):
         digest.append(staged[number % 2].copy_(row))
@@ -65,7 +65,7 @@ def test_overlapped_digest_equals_the_digest_of_the_bytes_in_order(stream: Trans
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1000, 3000, 10**6], ids=["cut", "one_each", "three_each", "all"])
-def test_sender_never_overwrites_bytes_that_are_still_being_hashed(bucket_bytes: int) -> None:
+def test_sender_of_weights_never_overwrites_bytes_that_are_still_being_hashed(bucket_bytes: int) -> None:
     layout = WeightLayout(
         parameters=tuple(ParameterSpec(name=f"p{n}", shape=(1000,), dtype=DType.INT8) for n in range(10))
     )
@@ -81,7 +81,7 @@ def test_sender_never_overwrites_bytes_that_are_still_being_hashed(bucket_bytes:
 
 def test_error_in_the_hashing_thread_is_raised_by_the_next_append() -> None:
     digest = OverlappedDigest(HostStream(cores=8))
-    digest.append(torch.ones(3, requires_grad=True))  # cannot be converted to numpy
+    digest.append(torch.ones(3, requires_grad=True))  # hashing fails, because it cannot be converted to numpy
     with pytest.raises(RuntimeError, match="requires grad"):
         digest.append(NUMBERS[0])
 
@@ -90,7 +90,7 @@ FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def layout(*dtypes: DType, sizes: tuple[int, ...] = (7, 12, 5)) -> WeightLayout:
-    """Return parameters of odd sizes, so that some of a mixed layout are not aligned to their element size."""
+    """Return a layout of parameters with odd sizes; if dtypes differ, some are not aligned to their element size."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=f"p{row}", shape=(size,), dtype=dtype)
@@ -113,7 +113,9 @@ def in_bytes(tensors: list[torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("kept", list(itertools.product(FLOATS, repeat=3))[::4])
 @pytest.mark.parametrize("sent", list(itertools.product(FLOATS, repeat=3))[::5])
-def test_converted_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept: tuple[DType, ...]) -> None:
+def test_parameter_converted_to_another_dtype_is_rounded_to_nearest(
+    sent: tuple[DType, ...], kept: tuple[DType, ...]
+) -> None:
     wire, ours = layout(*sent), layout(*kept)
     tensors = values(wire)
     into = np.zeros(ours.num_bytes, np.uint8)
@@ -124,7 +126,7 @@ def test_converted_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept
     assert np.array_equal(into, in_bytes(expected))
 
 
-def test_conversion_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_conversion_of_weights_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, ours = layout(*[DType.FLOAT32] * 3), layout(*[DType.BFLOAT16] * 3)
     whole, pieces = np.zeros(ours.num_bytes, np.uint8), np.zeros(ours.num_bytes, np.uint8)
     convert(in_bytes(values(wire)), wire, into=whole, layout=ours)
@@ -133,7 +135,7 @@ def test_conversion_does_not_depend_on_the_block_size(monkeypatch: pytest.Monkey
     assert np.array_equal(whole, pieces) and whole.any()
 
 
-def test_value_beyond_float16_is_rejected_and_infinity_is_kept() -> None:
+def test_conversion_to_float16_rejects_values_out_of_range_and_keeps_infinity() -> None:
     wire, ours = layout(DType.BFLOAT16, sizes=(3,)), layout(DType.FLOAT16, sizes=(3,))
     into = np.zeros(ours.num_bytes, np.uint8)
     sent = [torch.tensor([1.0, -70000.0, float("inf")], dtype=torch.bfloat16)]
@@ -143,6 +145,6 @@ def test_value_beyond_float16_is_rejected_and_infinity_is_kept() -> None:
     assert torch.from_numpy(into).view(torch.float16).tolist() == [1.0, 2.0, float("inf")]
 
 
-def test_only_floating_point_layouts_are_converted() -> None:
+def test_only_layouts_whose_parameters_are_all_floating_point_are_converted() -> None:
     assert converted_by(layout(*FLOATS)) == FLOATS
     assert converted_by(layout(DType.FLOAT32, DType.INT8, DType.FLOAT32)) == ()

@@ -1,4 +1,4 @@
-"""Kubernetes: manifests checked against the published schemas, and pods that run as processes."""
+"""Kubernetes manifests of a run match the published schemas; in slow tests, pods run as processes of this machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_kubernetes_manifests_match_the_published_schemas(sections: dict[str, ob
     assert "s3cret" not in text
 
 
-def test_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> None:
+def test_kubernetes_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> None:
     jobs = _jobs(_manifests(launch={"save_s": 300.0}))
     assert sorted(jobs) == ["x-head", "x-worker"]
     pod = jobs["x-worker"]["template"]["spec"]
@@ -74,7 +74,7 @@ def test_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> Non
     assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
 
 
-def test_each_role_that_listens_has_a_kubernetes_service() -> None:
+def test_each_process_that_listens_on_a_port_has_a_kubernetes_service() -> None:
     objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
@@ -88,7 +88,7 @@ def test_redis_password_in_manifests_comes_from_a_kubernetes_secret() -> None:
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
-def test_manifests_of_a_recipe_with_a_password_outside_streams_are_rejected() -> None:
+def test_recipe_with_a_password_outside_its_section_streams_is_rejected_for_kubernetes() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
     with pytest.raises(UserError, match="a password outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
@@ -101,7 +101,7 @@ def test_host_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[st
         _manifests(words)
 
 
-def test_manifests_are_kept_and_their_path_named_if_kubectl_is_missing(
+def test_kubernetes_manifests_are_kept_and_the_error_names_their_path_if_kubectl_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -142,7 +142,7 @@ def _events(directory: Path, kind: str) -> list[Event]:
 
 
 @pytest.mark.slow
-def test_pods_run_until_the_run_completes(tmp_path: Path) -> None:
+def test_run_on_kubernetes_pods_completes_and_ends_all_pods(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=4") as (kubelet, directory):
         _until(kubelet, kubelet.follow, "the end of all jobs")
         assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
@@ -156,7 +156,7 @@ def _stop(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dead_worker_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
+def test_dead_kubernetes_worker_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
         head, worker = kubelet.pods
         _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
@@ -170,7 +170,7 @@ def test_dead_worker_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_dead_head_pod_is_replaced_and_resumes_from_the_checkpoint(tmp_path: Path) -> None:
+def test_dead_kubernetes_head_pod_is_replaced_and_the_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
         head, _ = kubelet.pods
         _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")

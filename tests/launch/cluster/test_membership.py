@@ -1,4 +1,4 @@
-"""The files in which a cluster's nodes keep their state, and a node that finds no launch to serve."""
+"""The files through which the nodes of a run on several hosts share their state, and nodes that find no launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MEMBERS = Members(
 LAUNCH = LaunchRecord(id="one", members=MEMBERS)
 
 
-def test_cluster_members_and_launch_records_survive_a_round_trip(tmp_path: Path) -> None:
+def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_members(tmp_path) is None and read_launch(tmp_path) is None
     write_members(tmp_path, MEMBERS)
     write_launch(tmp_path, LAUNCH)
@@ -65,7 +65,7 @@ def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> N
     assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
 
 
-def test_node_counts_as_up_while_its_file_keeps_changing(tmp_path: Path) -> None:
+def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
@@ -83,7 +83,7 @@ def test_node_counts_as_up_while_its_file_keeps_changing(tmp_path: Path) -> None
     assert others.up(201.0) == frozenset() and others.failure() is None
 
 
-def test_node_file_of_another_launch_is_ignored(tmp_path: Path) -> None:
+def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     others = OtherNodes(tmp_path, "two", ["b"])
     NodeFile(tmp_path, "b", "one").tell(NodeState.FAILED, "engine-0 ended")
@@ -94,7 +94,7 @@ def test_node_file_of_another_launch_is_ignored(tmp_path: Path) -> None:
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_process_restarts_on_other_nodes_are_reported(tmp_path: Path) -> None:
+def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
     NodeFile(tmp_path, "b", "one").tell_restarts(died)
@@ -103,12 +103,12 @@ def test_process_restarts_on_other_nodes_are_reported(tmp_path: Path) -> None:
     assert others.restarts() == died
 
 
-def test_unwritable_node_state_is_ignored(tmp_path: Path) -> None:
-    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # fails, because the folder is missing
+def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path: Path) -> None:
+    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # cannot write, because the folder is missing
     assert not node_path(tmp_path, "b").exists()
 
 
-def test_node_without_a_launch_fails_and_names_the_command_to_start(tmp_path: Path) -> None:
+def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
@@ -116,7 +116,9 @@ def test_node_without_a_launch_fails_and_names_the_command_to_start(tmp_path: Pa
         serve_share(tmp_path, "b", head_s=0.0)
 
 
-def test_waiting_node_announces_the_launch_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_cluster_node_announces_which_runs_launch_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):
@@ -124,14 +126,14 @@ def test_waiting_node_announces_the_launch_that_it_waits_for(tmp_path: Path, mon
     assert said[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
-def test_node_started_after_the_run_has_ended_exits_at_once(tmp_path: Path) -> None:
+def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path: Path) -> None:
     said: list[str] = []
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=said.append, head_s=0.0) == 0
     assert said == ["the run is over: completed"]
 
 
-def test_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path: Path) -> None:
+def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path: Path) -> None:
     config = parse(
         {
             "model": {"path": "m"},
@@ -166,7 +168,7 @@ def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
 
 
 def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
-    """Return a head that has recorded a new launch, and the launch's id."""
+    """Return a head node that has recorded a new launch, and the id of that launch."""
     launch, members = _launch(run_dir, grace_s)
     head = HeadNode(launch, members, said.append)
     head.begin()
@@ -175,14 +177,14 @@ def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tup
     return head, record.id
 
 
-def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
+def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path: Path) -> None:
     said: list[str] = []
     _, id = _head(tmp_path, said)
     assert said == [f"waiting for host b: pipelinerl node {tmp_path} --name b"]
     assert "of this launch" not in (tmp_path / "cluster" / "launch.json").read_text() and len(id) == 16
 
 
-def test_failure_on_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> None:
+def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
@@ -202,7 +204,7 @@ def test_failure_on_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> No
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
 
 
-def test_other_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
+def test_other_cluster_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     node = NodeFile(tmp_path, "b", id)
@@ -225,7 +227,7 @@ def test_other_nodes_stop_before_the_head_node(tmp_path: Path) -> None:
     assert not any("did not stop" in line for line in said)
 
 
-def test_node_that_does_not_stop_in_time_is_named(tmp_path: Path) -> None:
+def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said, grace_s=0.01)
     NodeFile(tmp_path, "b", id).tell(NodeState.UP)

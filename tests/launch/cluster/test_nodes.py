@@ -1,4 +1,4 @@
-"""A run on two hosts, each with its own supervisor, completes although one host is killed and comes back."""
+"""A run on two hosts, each with its own supervisor, completes even if one host is killed and comes back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def _verified(run: LiveRun) -> int:
-    """Count the canary checks that an engine of the second host passed."""
+    """Return how often an engine on the second host has passed the check that it serves the trainer's weights."""
     return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
 
 

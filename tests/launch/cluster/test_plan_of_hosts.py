@@ -1,4 +1,4 @@
-"""Plans of several hosts: golden files of the output of `pipelinerl plan`, and refusals.
+"""Launch plans for several hosts equal the golden files (outputs of `pipelinerl plan`); impossible hosts are rejected.
 
 `PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/cluster/test_plan_of_hosts.py` rewrites the golden files; read
 the difference before you keep it.
@@ -53,7 +53,7 @@ def _planned(words: Sequence[str], **sections: object) -> Launch:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plans_of_several_hosts_match_the_golden_files(case: str) -> None:
+def test_launch_plans_for_several_hosts_match_the_golden_files(case: str) -> None:
     sections, words = CASES[case]
     shown = "\n".join(plan_lines(_planned(words, **sections))) + "\n"
     path = GOLDEN / f"{case}.txt"
@@ -63,7 +63,7 @@ def test_plans_of_several_hosts_match_the_golden_files(case: str) -> None:
     assert shown == path.read_text()
 
 
-def test_each_planned_process_binds_the_address_of_its_host() -> None:
+def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> None:
     launch = _planned(TWO, engine={"count": 3})
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
@@ -77,7 +77,7 @@ def test_each_planned_process_binds_the_address_of_its_host() -> None:
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_launch_plan_names_secrets_only_by_their_files() -> None:
+def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret() -> None:
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
@@ -85,12 +85,12 @@ def test_launch_plan_names_secrets_only_by_their_files() -> None:
     assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
 
 
-def test_planned_processes_have_short_name_server_timeouts() -> None:
-    """The C library tries twice for 5 s each by default, and torch's TCPStore looks up the name of each peer."""
+def test_processes_in_a_launch_plan_have_short_timeouts_for_name_servers() -> None:
+    """By default, the C library tries twice for 5 s each, and torch's TCPStore looks up the host name of each peer."""
     assert {spec.env["RES_OPTIONS"] for spec in processes_of(_planned(TWO)).specs} == {"timeout:1 attempts:2"}
 
 
-def test_ranks_of_one_trainer_form_one_group_with_one_gpu_each() -> None:
+def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank() -> None:
     sections, words = CASES["trainer_over_two"]
     processes = plan_json(_planned(words, **sections))["processes"]
     ranks = {each["rank"]: each for each in processes if each["rank"] is not None}
@@ -124,7 +124,7 @@ def test_ranks_of_one_trainer_form_one_group_with_one_gpu_each() -> None:
         (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
-def test_impossible_hosts_are_rejected_with_a_remedy(
+def test_hosts_that_cannot_run_the_recipe_are_rejected_with_a_remedy(
     words: tuple[str, ...], sections: dict[str, object], refusal: str
 ) -> None:
     gpus = 0 if refusal == "got a twice" else None
@@ -142,7 +142,7 @@ def test_hosts_can_be_given_as_a_number_instead_of_by_name() -> None:
         read_hosts(_config(), ["a"], count=2, gpus=4)
 
 
-def test_host_uses_its_detected_gpus_and_is_rejected_with_too_few() -> None:
+def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few() -> None:
     placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
@@ -153,12 +153,12 @@ def test_host_uses_its_detected_gpus_and_is_rejected_with_too_few() -> None:
         placement.host("c")
 
 
-def test_host_survives_a_json_round_trip() -> None:
+def test_host_is_unchanged_after_encoding_as_json_and_decoding() -> None:
     host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_launch_plan_rejects_a_dependency_that_is_on_no_host() -> None:
+def test_launch_plan_rejects_a_process_that_depends_on_a_process_on_no_host() -> None:
     spec = processes_of(_planned(TWO)).spec("engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):

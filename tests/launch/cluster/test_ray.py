@@ -1,4 +1,4 @@
-"""Ray: the requested resources, and a real cluster of two Ray nodes that runs `pipelinerl node` in each bundle."""
+"""Runs on Ray: the requested resources, and a real cluster of two Ray nodes that runs `pipelinerl node` on each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}})
 
-#: Runs a cluster of two Ray nodes in a separate process, because Ray leaves threads behind. The run is already over, so
-#: `pipelinerl node` ends at once and only Ray's part is tested.
+#: A program that runs a cluster of two Ray nodes; it is a separate process, because Ray leaves threads behind. The run
+#: is already over, so that `pipelinerl node` ends immediately and only the use of Ray is tested.
 _CLUSTER = """
 import os, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ finally:
 """
 
 
-def test_ray_bundle_has_the_resources_of_its_host() -> None:
+def test_resources_requested_from_ray_are_those_of_each_host() -> None:
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=8", "b:gpus=0"], count=None, gpus=None))
     assert launcher.bundles_of(members) == [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 1.0}]
     assert launcher.describe(CONFIG, members).splitlines() == [
@@ -65,13 +65,13 @@ def test_ray_bundle_has_the_resources_of_its_host() -> None:
     ]
 
 
-def test_host_survives_a_round_trip_through_its_command_line_argument() -> None:
+def test_host_is_unchanged_after_conversion_to_a_command_line_argument_and_back() -> None:
     (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
     assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
     assert host.devices == numbered_devices(2)
 
 
-def test_run_on_ray_without_the_package_is_rejected_with_an_install_command(
+def test_run_on_ray_is_rejected_with_an_install_command_if_ray_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -86,7 +86,7 @@ def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_t
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets have at most 107 characters
+    with TemporaryDirectory(prefix="ray-") as short:  # short, since a socket's path has at most 107 characters
         done = subprocess.run(
             [sys.executable, "-c", _CLUSTER, str(run_dir)],
             env={**environment, "RAY_TMPDIR": short, "HOME": short},
@@ -104,13 +104,13 @@ def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_t
 
 
 def _served(run: LiveRun) -> int:
-    """Count the canary checks that engines passed."""
+    """Return how often engines have passed the check that they serve the trainer's weights."""
     return len(run.events("engine_verified"))
 
 
 @pytest.mark.slow
-def test_lost_ray_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
-    """Ray chooses which host runs on the lost machine; if it is the head, the run resumes from its checkpoint."""
+def test_run_continues_after_a_lost_machine_of_the_ray_cluster_was_replaced(tmp_path: Path) -> None:
+    """Ray decides which host of the run is on the lost machine; if the head is, the run resumes from a checkpoint."""
     directory = tmp_path / "run"
     words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
     with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:

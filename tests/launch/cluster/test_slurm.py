@@ -1,4 +1,4 @@
-"""Slurm: the batch script as text, and a real cluster of two nodes that runs it."""
+"""Runs on Slurm: the text of the batch script, and a real cluster of two nodes that runs the script."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_hosts_named_in_a_slurm_script_keep_their_order_and_options() -> None:
     assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
 
 
-def test_slurm_hosts_with_different_gpu_counts_are_rejected_without_names() -> None:
+def test_slurm_hosts_with_different_gpu_counts_are_rejected_if_they_are_not_named() -> None:
     with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
@@ -70,7 +70,7 @@ def test_slurm_script_is_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_slurm_script_is_kept_and_its_path_named_if_sbatch_is_missing(
+def test_slurm_script_is_kept_and_the_error_names_its_path_if_sbatch_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -81,7 +81,7 @@ def test_slurm_script_is_kept_and_its_path_named_if_sbatch_is_missing(
 
 # --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
 
-#: A stand-in for `pipelinerl` in the script: `node` runs until it is stopped, `stop` stops it.
+#: A fake of the program `pipelinerl` for the script: its command `node` runs until its command `stop` is called.
 _PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -102,15 +102,15 @@ def _lives(run_dir: Path, name: str, life: int) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-#: When a requeued job may start. Slurm would hold it for two minutes by default. An immediate start fails: a node
-#: refuses a credential of the second in which it ended the job's previous run ("Job credential revoked"), and the job
-#: is lost.
+#: The time at which a requeued job may start, in Slurm's syntax. By default, Slurm would wait for two minutes. An
+#: immediate start would fail: in the second in which a node ended the job's previous run, the node rejects the job's
+#: credential ("Job credential revoked"), and the job is lost.
 _SOON = "now+5"
 
 
 @pytest.mark.slow
 def test_slurm_script_restarts_killed_steps_and_suspends_before_the_time_limit(tmp_path: Path) -> None:
-    """The signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
+    """Slurm's signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (tmp_path / "program.py").write_text(_PROGRAM)
@@ -131,7 +131,7 @@ def test_slurm_script_restarts_killed_steps_and_suspends_before_the_time_limit(t
         os.kill(int(first.split()[0]), signal.SIGKILL)
         _until(cluster, run_dir, lambda: len(served("n2", 0)) == 2, "the node that was killed again")
         assert len(served("n1", 0)) == 1, "the other went on"
-        cluster.run("scancel", "--batch", "--signal=TERM", job)  # as Slurm does before the time limit
+        cluster.run("scancel", "--batch", "--signal=TERM", job)  # the signal that Slurm sends before the time limit
         _until(cluster, run_dir, (run_dir / "stop").exists, "the notice")
         assert (run_dir / "stop").read_text() == "--suspend"
         _until(cluster, run_dir, lambda: cluster.state(job) == "PENDING", "the job in the queue again")

@@ -1,7 +1,7 @@
 """A real browser for tests of the live page: Debian's chromium, driven by playwright.
 
-A page of `opened` fails the test if it writes to its console, calls another host or throws. Waits use the common test
-timeout.
+A page that `opened` yields fails the test if it writes to its console, sends a request to another host or throws an
+error. Waits use the common test timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM: Final = shutil.which("chromium")
-#: The reason why the browser tests cannot run; empty if they can.
+#: The reason why the browser tests cannot run on this machine; empty if they can.
 MISSING: Final = (
     "" if CHROMIUM and find_spec("playwright") else "the live page is not tried: chromium or playwright is not here"
 )
@@ -43,7 +43,7 @@ def a_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """Yield a page that has the key of the server at `url`; `options` are those of a playwright context."""
+    """Yield a page that is logged in to the server at `url`; `options` are those of a playwright context."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options)
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": TOKEN, "url": url}])

@@ -1,4 +1,4 @@
-"""A run in which every visible text tries to run code: 200 ways to write `pwned(i)`."""
+"""A run in which every text that the live page shows is a cross-site scripting attack: 200 ways to call `pwned(i)`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WAYS: Final = (
 )
 _BEFORE: Final = ("", "</div>", "-->", "]]>", "\u202e", "\x00", "&lt;", "`", "<!--", "\u2028")
 
-#: Each way to run code, with each prefix.
+#: The attack texts: each way to run code in a page, combined with each prefix.
 HOSTILE: Final = tuple(
     f"{before}{way.format(i=number)}"
     for number, (before, way) in enumerate((before, way) for before in _BEFORE for way in _WAYS)
@@ -43,7 +43,7 @@ HOSTILE: Final = tuple(
 
 
 def hostile_run(run_dir: Path) -> Path:
-    """Write a run with hostile names, domains, tags, prompts, answers, tokens, reasons, knobs, marks and recipe."""
+    """Write a run whose names, domains, tags, prompts, answers, tokens, reasons, knobs and recipe are attack texts."""
     written_run(run_dir, steps=2, end=False)
     texts = iter(HOSTILE * 2)
     domain, tag = next(texts), next(texts)
@@ -70,7 +70,7 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 def long_silent(run_dir: Path) -> Path:
-    """Make every event a minute older, since a run that has just written an event does not yet count as killed."""
+    """Make every event a minute older: the live page takes a run whose last event is recent for a running one."""
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))

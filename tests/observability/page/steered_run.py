@@ -1,7 +1,7 @@
-"""A run that the live page takes for a running one: files written in advance, and the real controller.
+"""A run that looks live to the live page: its files are written in advance, and a real controller serves it.
 
-Changes go to the controller's own HTTP API, and their results appear in its events. The test reports steps in place of
-a trainer.
+The page sends changes to the controller's own HTTP API, and their results appear in the controller's events. The test
+reports the steps that a trainer would report.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATS = {"loss": 0.5, "grad_norm": 0.5, "reward": 0.5}
 
 @dataclass(frozen=True)
 class SteeredRun:
-    """The run's directory, and the controller in its own thread."""
+    """The directory of a run, and the run's controller, which runs in a thread of its own."""
 
     directory: Path
     world: Running
@@ -47,9 +47,9 @@ class SteeredRun:
 
 @contextmanager
 def steered_run(directory: Path) -> Iterator[SteeredRun]:
-    """Yield a run of one engine with k = 4; its controller ends abruptly with the block."""
+    """Yield a run with one engine and staleness bound k = 4; its controller ends without notice when the block ends."""
     written_run(directory, steps=1, end=False, overrides=["sampling.group_size=2"])
-    recipe = (directory / "recipe.toml").read_text()  # gets the controller's domains
+    recipe = (directory / "recipe.toml").read_text()  # its domains are renamed to those of the test's controller
     (directory / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     begun: Future[tuple[SteeredRun, asyncio.Future[None]]] = Future()
 

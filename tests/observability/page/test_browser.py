@@ -1,6 +1,6 @@
 """The live page in a real browser: each screen, for a killed and a live run, by mouse and keyboard.
 
-No test sleeps for a fixed time: each step waits for the effect of the one before.
+No test sleeps for a fixed time: each action waits until the action before it has had its effect.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ VISIBILITY: Final = """(hidden) => {
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-#: JavaScript that returns the page's last 20 requests: address, start and end in ms since the page began, and status.
+#: JavaScript that returns the page's last 20 requests: address, start and end in ms since page load, and HTTP status.
 ASKED: Final = """() => performance.getEntriesByType("resource").slice(-20)
   .map((each) => [each.name, Math.round(each.startTime), Math.round(each.responseEnd), each.responseStatus])"""
 
@@ -93,12 +93,12 @@ DRAWN: Final = """(canvas) => {
 
 
 def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
-    """Return path and query of the page's request for the run's facts."""
+    """Return path and query of the request with which the page asks for a run's state."""
     return "/api/run", {"run": str(run)}
 
 
 def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
-    """Return path and query of the Now screen's request, if the page has received `facts` and, so far, `rows`."""
+    """Return path and query of the Now screen's next request, after it has received the run's state and `rows`."""
     domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
     known = set(facts["metrics"])
     metrics = [name for name in (*CHARTED, *domains) if name in known]
@@ -127,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 
 @contextmanager
 def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
-    """Yield a page with a key for tests that cause errors; its console is not checked."""
+    """Yield a logged-in page for tests that cause errors on purpose: what it writes to its console is not checked."""
     context = browser.new_context()
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
@@ -176,7 +176,7 @@ def every_screen(server: ServedPage) -> list[str]:
     return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
 
 
-def test_every_screen_shows_the_data_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
+def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -193,7 +193,9 @@ def test_every_screen_shows_the_data_of_a_killed_run(browser: Browser, server: S
         expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("cli")
 
 
-def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Browser, server: ServedPage) -> None:
+def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(
+    browser: Browser, server: ServedPage
+) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -207,7 +209,7 @@ def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Bro
         page.get_by_role("button", name="length").click()
         expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
         expect(rows.first).to_contain_text("7")
-        page.reload()  # the address holds the whole state
+        page.reload()  # keeps the filter and the sort order, because the page's address contains them
         expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
         rows.first.get_by_role("link").click()
         shown(page, "group")
@@ -225,7 +227,9 @@ def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Bro
         expect(page.locator("main")).to_contain_text("Entropy was not measured here")
 
 
-def test_episode_is_shown_as_a_tree_of_turns_with_environment_figures(browser: Browser, tmp_path: Path) -> None:
+def test_episode_is_shown_as_a_tree_of_turns_and_its_environment_metrics_are_shown(
+    browser: Browser, tmp_path: Path
+) -> None:
     from playwright.sync_api import expect
 
     run = written_run(tmp_path / "run", steps=3)
@@ -254,7 +258,7 @@ def test_episode_is_shown_as_a_tree_of_turns_with_environment_figures(browser: B
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
-def test_screens_fit_the_window_and_have_enough_contrast(
+def test_screens_are_not_wider_than_the_window_and_their_texts_have_enough_contrast(
     browser: Browser, server: ServedPage, scheme: Any, width: int
 ) -> None:
     with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 900}) as page:
@@ -345,7 +349,7 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
             expected = now_question(facts, rows)
             assert next(each for each in asked if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
             assert {path for path, _ in asked} <= {"/api/now", "/api/run"}
-            for step, norm in ((30, 1.5), (42, 8.5)):  # a resumed run, whose steps after 30 are void
+            for step, norm in ((30, 1.5), (42, 8.5)):  # the run resumes: step 30 voids the later steps
                 write(log, last | {"step": step, "grad_norm": norm})
             gradient("8.5").wait_for()
             assert now_question(facts) in asked
@@ -369,15 +373,15 @@ def question_of(url: str) -> tuple[str, dict[str, str]]:
     return parts.path, dict(parse_qsl(parts.query))
 
 
-def test_link_followed_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
-    """The link is followed after the page is first drawn and before the effects of that drawing run."""
+def test_link_that_the_user_follows_while_the_page_starts_is_opened(browser: Browser, server: ServedPage) -> None:
+    """The address changes after the page is first drawn, before the page has subscribed to changes of its address."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
         page.reload()
         shown(page, "timeline")
 
 
-def test_page_shows_and_restores_a_lost_event_stream(browser: Browser, server: ServedPage) -> None:
+def test_page_shows_that_its_event_stream_is_lost_and_reconnects(browser: Browser, server: ServedPage) -> None:
     with troubled(browser, server) as page:
         page.route("**/api/stream*", lambda route: route.abort())
         page.goto(server.url)
@@ -387,7 +391,7 @@ def test_page_shows_and_restores_a_lost_event_stream(browser: Browser, server: S
 
 
 def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: Browser, server: ServedPage) -> None:
-    """The stream stays open and silent during the retry."""
+    """The retry must not wait for an event: the stream is open during the retry, but sends nothing."""
     with troubled(browser, server) as page:
         page.route("**/api/samples*", lambda route: route.abort())
         page.goto(f"{server.url}/#/samples")
@@ -398,7 +402,9 @@ def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: B
         page.get_by_role("alert").wait_for(state="detached")
 
 
-def test_page_notices_that_loading_ended_before_the_event_stream_opened(browser: Browser, server: ServedPage) -> None:
+def test_page_notices_that_the_server_finished_loading_before_the_event_stream_opened(
+    browser: Browser, server: ServedPage
+) -> None:
     """The first response says that files are still being read; by the time the stream opens, they have been read."""
     early = server.get("/api/run") | {"loading": {"events": 0.5, "samples": 0.25}}
     with troubled(browser, server) as page:
@@ -417,7 +423,7 @@ def test_page_without_a_key_tells_the_user_to_open_the_link(browser: Browser, se
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
 
 
-def test_page_opened_by_a_used_link_accepts_a_new_key(browser: Browser, server: ServedPage) -> None:
+def test_page_opened_by_an_expired_link_lets_the_user_enter_a_newer_link(browser: Browser, server: ServedPage) -> None:
     used = server.keys[-1]
     server.http.get(f"/?key={used}")
     context = browser.new_context()
@@ -434,7 +440,7 @@ def test_page_opened_by_a_used_link_accepts_a_new_key(browser: Browser, server: 
         context.close()
 
 
-def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser, server: ServedPage) -> None:
+def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -458,7 +464,7 @@ def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser,
         expect(figure.locator(".choice")).to_be_hidden()
 
 
-def test_hostile_texts_are_displayed_and_never_executed(browser: Browser, server: ServedPage) -> None:
+def test_hostile_texts_are_displayed_by_the_live_page_and_never_executed(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     assert len(HOSTILE) == len(set(HOSTILE)) == 200
@@ -511,7 +517,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
     apply = page.get_by_role("button", name="Apply")
     warmer = page.get_by_role("textbox", name="temperature")
     warmer.fill("-1")
-    expect(page.locator("form .why")).to_contain_text("temperature must be")  # not sent to the server
+    expect(page.locator("form .why")).to_contain_text("temperature must be")  # the page rejects -1 without a request
     expect(apply).to_be_disabled()
     page.get_by_role("button", name="Undo").click()
     slider = page.get_by_role("slider", name="k, slider", exact=True)
@@ -525,7 +531,7 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
     shown(page, "now")
 
 
-@pytest.mark.slow  # the test above covers this with the controller alone
+@pytest.mark.slow  # the test above covers this without the run's other processes
 def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
@@ -545,7 +551,7 @@ def test_slider_changes_the_staleness_bound_k_of_a_live_run(browser: Browser, tm
         go(page, server.url, "samples")
 
 
-@pytest.mark.slow  # starts four processes in sequence; test_steering covers the requests
+@pytest.mark.slow  # starts four processes in sequence; the faster test_steering covers the requests to the server
 def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 

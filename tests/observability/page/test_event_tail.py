@@ -1,4 +1,4 @@
-"""Each complete line of an event log is read once, even if the file grows or is replaced."""
+"""The live page reads each complete line of an event log once, even if the file grows or is replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_all(tail: EventTail) -> list[int]:
             return found
 
 
-def test_event_tail_reads_appended_lines_and_waits_for_the_end_of_an_incomplete_one(tmp_path: Path) -> None:
+def test_event_tail_reads_an_appended_line_only_when_the_line_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = EventTail(path)
     assert tail.read().events == [] and tail.share == 1.0
@@ -42,7 +42,7 @@ def test_malformed_event_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert read_all(tail) == [1, 2] and tail.unreadable == 7
 
 
-def test_event_log_is_read_in_pieces_and_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_event_tail_reads_a_long_log_in_pieces_and_skips_overlong_lines(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(event_tail, "_PIECE_BYTES", 256)
     monkeypatch.setattr(event_tail, "_MOST_BYTES", 4096)
     path = tmp_path / "events.jsonl"
@@ -56,7 +56,7 @@ def test_event_log_is_read_in_pieces_and_overlong_lines_are_skipped(tmp_path: Pa
     assert read_all(tail) == [61] and tail.unreadable > 0, "what is no event of ours is passed over"
 
 
-def test_replaced_event_log_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_event_tail_reads_a_replaced_log_from_its_beginning(tmp_path: Path) -> None:
     path, other = tmp_path / "events.jsonl", tmp_path / "other"
     path.write_bytes(lines(1, 2))
     tail = EventTail(path)

@@ -1,4 +1,4 @@
-"""The page's own renderer and templates, in a real browser."""
+"""The live page's own JavaScript renderer and templates, tested in a real browser."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_template_value_is_never_parsed_as_markup(page: Page) -> None:
     assert drawn == 0
 
 
-def test_keyed_children_keep_their_nodes_and_state_when_moved(page: Page) -> None:
+def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reordered(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -82,7 +82,7 @@ def test_keyed_children_keep_their_nodes_and_state_when_moved(page: Page) -> Non
     assert drawn == ["firstcbdlast", True]
 
 
-def test_component_that_rendered_nothing_reappears_in_its_place(page: Page) -> None:
+def test_component_that_rendered_nothing_is_later_inserted_at_its_old_position(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -97,7 +97,7 @@ def test_component_that_rendered_nothing_reappears_in_its_place(page: Page) -> N
     assert drawn == ["1ib2", "12", "1ib2"]
 
 
-def test_effects_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> None:
+def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -116,7 +116,7 @@ def test_effects_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> 
     assert drawn == ["on a", "off a", "on b", "off b"]
 
 
-def test_several_state_changes_cause_one_redraw(page: Page) -> None:
+def test_several_state_changes_in_a_row_cause_one_redraw(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -131,7 +131,7 @@ def test_several_state_changes_cause_one_redraw(page: Page) -> None:
     assert drawn == ["2", 2]
 
 
-def test_typed_text_survives_a_redraw_and_select_follows_its_value(page: Page) -> None:
+def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to_its_new_value(page: Page) -> None:
     drawn = run(
         page,
         """

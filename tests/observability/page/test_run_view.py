@@ -1,4 +1,4 @@
-"""The live page's view of a run: current state, undone steps, bounded memory, and malformed events."""
+"""The live page's view of a run drops steps undone by a resume, has bounded memory and accepts malformed events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_view_of_a_resumed_run_drops_its_earlier_end_and_the_repeated_steps() -> None:
+def test_view_of_a_resumed_run_forgets_its_earlier_end_and_the_steps_that_are_repeated() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -30,7 +30,7 @@ def test_view_of_a_resumed_run_drops_its_earlier_end_and_the_repeated_steps() ->
     assert made.state == "failed"
 
 
-def test_alarm_stays_until_cleared_and_knobs_show_their_last_values() -> None:
+def test_alarms_are_shown_until_cleared_and_knobs_are_shown_with_their_last_values() -> None:
     alarm = {"kind": "alarm", "alarm": "stale", "domain": "a", "step": 3, "what": "too old"}
     change = {"kind": "knobs", "changes": {"k": 8}, "who": "ann", "step": 4}
     made = view(alarm, change)
@@ -52,7 +52,7 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_after_a_number_are_the_kept_marks_with_higher_numbers() -> None:
+def test_client_that_has_read_n_event_marks_gets_the_later_marks_that_are_still_kept() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
@@ -60,7 +60,7 @@ def test_marks_after_a_number_are_the_kept_marks_with_higher_numbers() -> None:
     assert told == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
-def test_stale_groups_are_counted_by_cause() -> None:
+def test_live_page_counts_stale_groups_by_cause() -> None:
     step = {"kind": "step", "step": 1, "by_domain": {"a": {"groups": 6.0, "stale_groups": 3.0, "rollouts": 48.0}}}
     outdated = {"kind": "group_outdated", "order_id": "prompt-1"}
     stale = overview(view(outdated, step, outdated, step | {"step": 2}), window=1)["stale"]
@@ -68,11 +68,11 @@ def test_stale_groups_are_counted_by_cause() -> None:
     assert [each["groups"] for each in stale["by_cause"]] == [2.0, 1.0]
 
 
-def test_confidence_interval_weights_steps_by_their_rollouts() -> None:
+def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollouts() -> None:
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
     found = estimate(steps, "reward")
     assert found is not None and found["mean"] == 0.5
-    # For two equal weights, the standard error of the mean is |difference| / 2.
+    # The bounds are mean ± 1.96 standard errors; of two values with equal weights, that error is |difference| / 2.
     assert found["high"] == pytest.approx(0.5 + 1.959964 * 0.5)
     assert estimate(steps[:1], "reward") == {"mean": 0.0, "low": None, "high": None}
     share = estimate([{"accuracy": 0.5, "rollouts": 100.0}], "accuracy", share=True)

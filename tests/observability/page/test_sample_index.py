@@ -1,4 +1,4 @@
-"""Samples are found, sorted and paged through while the log grows, rotates and repeats steps."""
+"""The index of the sample log filters, sorts and pages samples while the log grows, rotates and repeats steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def steps(index: SampleIndex, wanted: SampleFilter) -> list[int]:
     return found
 
 
-def test_newest_samples_come_first_and_repeated_steps_count_once(tmp_path: Path) -> None:
+def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_once(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 6)))
     index = read(SampleIndex(tmp_path))
     assert steps(index, SampleFilter(limit=3)) == [5, 4, 3] and index.count == 5
@@ -59,7 +59,7 @@ def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -
     assert index.share == 1.0
 
 
-def test_missing_values_sort_last_and_paging_returns_every_sample(tmp_path: Path) -> None:
+def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample(tmp_path: Path) -> None:
     rewards = [0.5, None, 0.25, 1.0, None, 0.5]
     kept(tmp_path, *(group(step, answer(reward=reward)) for step, reward in enumerate(rewards, start=1)))
     index = read(SampleIndex(tmp_path))
@@ -74,14 +74,14 @@ def test_missing_values_sort_last_and_paging_returns_every_sample(tmp_path: Path
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
-def test_index_keeps_only_the_newest_samples_up_to_its_limit(tmp_path: Path) -> None:
+def test_sample_index_over_its_limit_keeps_only_the_newest_samples(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))
     assert index.count == 10 and index.left_out == 15
     assert sorted(steps(index, SampleFilter())) == list(range(16, 26))
 
 
-def test_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
+def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path: Path) -> None:
     kept(tmp_path, group(1), group(2))
     (path,) = (tmp_path / "samples").iterdir()
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The table of step metrics keeps every outlier, even in merged rows, in bounded memory and across resumes."""
+"""The table of step metrics merges old rows to bound its memory, but keeps their outliers, also across resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table(steps: int, *, most_numbers: int = 2**25, **fields: Any) -> StepTable:
     return made
 
 
-def test_merged_rows_keep_minimum_and_maximum() -> None:
+def test_merged_rows_of_the_step_table_keep_minimum_and_maximum_of_each_metric() -> None:
     values = generator(0, "table").normal(size=5000)
     made = StepTable()
     for step, value in enumerate(values.tolist(), start=1):
@@ -32,7 +32,7 @@ def test_merged_rows_keep_minimum_and_maximum() -> None:
     assert np.allclose(rows.means["loss"], parts[:, 1::2].mean(axis=1), atol=1e-6), "what is not known is left out"
 
 
-def test_long_run_keeps_its_outliers_in_bounded_memory() -> None:
+def test_step_table_of_a_long_run_keeps_outliers_in_bounded_memory() -> None:
     made = StepTable(most_numbers=64 * 20_000)
     for step in range(1, 100_001):
         made.add({"step": step, "reward": {3_000: -7.0, 3_001: 9.0}.get(step, 0.5), "rollouts": 2})
@@ -45,7 +45,7 @@ def test_long_run_keeps_its_outliers_in_bounded_memory() -> None:
     assert fresh.each == 1 and len(fresh.places["step"]) == 101, "the newest are whole"
 
 
-def test_repeated_step_removes_later_steps() -> None:
+def test_repeated_step_removes_all_later_steps_from_the_table() -> None:
     made = table(9000)
     assert made.add({"step": 4000, "reward": 7.0, "rollouts": 4})
     assert made.bounds == (1, 4000) and made.count == 4000
@@ -55,8 +55,8 @@ def test_repeated_step_removes_later_steps() -> None:
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
 
 
-def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
-    made = table(4099)  # spans more than one chunk
+def test_request_for_rows_since_a_position_returns_all_later_rows_of_the_step_table() -> None:
+    made = table(4099)  # more steps than one chunk of the table holds (4096)
     whole = made.rows(["reward"], points=4100)
     for since in (0, 4095, 4096, 4098, 4099, 9999):
         rows = made.rows(["reward", "nothing"], points=4100, since=since)
@@ -65,13 +65,13 @@ def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_plain_columns_function_rounds_each_column_like_the_plain_function() -> None:
+def test_rounding_all_columns_at_once_gives_the_same_values_as_rounding_each_column() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
-def test_step_table_returns_rows_of_a_window_and_omits_missing_metrics() -> None:
+def test_step_table_returns_the_rows_of_a_step_range_and_omits_unknown_metrics() -> None:
     made = table(100)
     assert made.rows(["reward"], points=10, first=11, last=20).places["step"].tolist() == list(range(11, 21))
     assert made.rows(["reward"], points=10, first=200).means["reward"].tolist() == []
@@ -79,7 +79,7 @@ def test_step_table_returns_rows_of_a_window_and_omits_missing_metrics() -> None
     assert StepTable().rows(["reward"], points=10).places["step"].tolist() == [] and StepTable().bounds == (0, 0)
 
 
-def test_metrics_of_domains_get_path_names_and_invalid_values_are_ignored() -> None:
+def test_step_table_names_domain_metrics_by_path_and_ignores_invalid_values() -> None:
     made = StepTable()
     odd = {"huge": 10**400, "nan": math.nan, "text": "x", "flag": True, "list": [1], "big": 1e200}
     domains = {"a/b": {"reward": 1.0, "x": "y"}, "c": 3}
@@ -91,7 +91,7 @@ def test_metrics_of_domains_get_path_names_and_invalid_values_are_ignored() -> N
     assert made.count == 1
 
 
-def test_metric_is_nan_before_it_first_appears_and_excess_metrics_are_dropped() -> None:
+def test_step_table_fills_a_new_metric_with_nan_for_earlier_steps_and_drops_metrics_over_its_limit() -> None:
     made = table(10)
     made.add({"step": 11, **{f"figure {number}": 1.0 for number in range(2 * MOST_FIGURES)}})
     assert len(made.figures) == MOST_FIGURES
@@ -99,7 +99,7 @@ def test_metric_is_nan_before_it_first_appears_and_excess_metrics_are_dropped() 
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_function_rounds_values_to_significant_digits() -> None:
+def test_plain_rounds_values_to_significant_digits_and_maps_nan_and_infinity_to_none() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

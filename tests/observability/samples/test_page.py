@@ -1,4 +1,4 @@
-"""Samples in the report: hostile text is escaped, long text is shortened, best and worst are shown."""
+"""The report's section of samples: hostile text is escaped, long text is shortened, best and worst are shown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_long_sample_text_is_shortened_in_the_report() -> None:
     assert len(page) < 60_000 and "characters left out" in page
 
 
-def test_samples_section_shows_the_best_and_worst_of_the_last_steps() -> None:
+def test_report_shows_the_best_and_worst_samples_of_the_last_steps() -> None:
     made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
     text = Elements(samples_section(made)).text
     assert "Best of the last steps" in text and "Worst of the last steps" in text

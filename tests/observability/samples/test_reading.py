@@ -1,4 +1,4 @@
-"""Queries and readers of the sample log, while its files grow and after a kill has left an incomplete line."""
+"""The sample log can be queried and read while its files grow and after a kill has left an incomplete line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sample_query_returns_matching_samples(wanted: dict[str, Any], texts: st
     assert "".join(each.answer.text for each in SampleQuery(**wanted).choose(GROUPS)) == texts
 
 
-def test_sample_reader_continues_at_its_position_and_reads_only_complete_lines(tmp_path: Path) -> None:
+def test_sample_reader_continues_where_it_stopped_and_reads_only_complete_lines(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     path, reader = tmp_path / "samples" / "training-000001.jsonl", SampleReader(tmp_path)
     assert reader.new() == []

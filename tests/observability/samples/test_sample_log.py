@@ -1,4 +1,4 @@
-"""The sample log is bounded, never blocks, is intact after a kill, and raises no error without a usable disk."""
+"""The sample log has a size limit, never blocks, is intact after a kill, and drops samples if its disk is unusable."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_samples_put_into_the_log_can_be_read(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(tmp_path)] == [1, 2, 3] and log.left_out == 0
 
 
-def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest(tmp_path: Path) -> None:
+def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest_samples(tmp_path: Path) -> None:
     sizes, last = [], 0
-    for life in range(3):  # each writer starts a new file
+    for life in range(3):  # three writers, one after another, each of which starts a new file
         log = log_in(tmp_path)
 
         def make(step: int) -> list[SampleGroup]:
@@ -52,14 +52,14 @@ def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest(tmp_path: P
     assert steps == list(range(301 - len(steps), 301)), "the newest, and none is missing in between"
 
 
-def test_oversized_line_is_dropped_and_the_next_is_kept(tmp_path: Path) -> None:
+def test_oversized_sample_group_is_dropped_and_the_next_group_is_kept(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     log.put(lambda: [group(1, *(answer() for _ in range(500))), group(2)])
     log.close()
     assert [each.step for each in read_samples(tmp_path)] == [2] and log.left_out == 1
 
 
-def test_put_returns_at_once_while_the_writer_is_slow(tmp_path: Path) -> None:
+def test_putting_a_sample_into_the_log_does_not_wait_for_a_slow_writer(tmp_path: Path) -> None:
     log, gate = log_in(tmp_path, max_bytes=2**22), threading.Event()
 
     def slow() -> list[SampleGroup]:
@@ -76,7 +76,9 @@ def test_put_returns_at_once_while_the_writer_is_slow(tmp_path: Path) -> None:
     assert 0 < log.left_out < 1000 and log.left_out + len(read_samples(tmp_path)) == 1000
 
 
-def test_incomplete_last_line_is_skipped_and_never_appended_to(tmp_path: Path) -> None:
+def test_incomplete_last_line_of_the_sample_log_is_skipped_by_readers_and_not_continued_by_writers(
+    tmp_path: Path,
+) -> None:
     first = log_in(tmp_path)
     first.put(lambda: [group(1)])
     first.close()
@@ -89,7 +91,7 @@ def test_incomplete_last_line_is_skipped_and_never_appended_to(tmp_path: Path) -
     assert [each.step for each in read_samples(tmp_path)] == [1, 2]
 
 
-def test_unusable_sample_directory_drops_samples_without_an_error(tmp_path: Path) -> None:
+def test_samples_are_dropped_without_an_error_if_their_directory_is_unusable(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     log = log_in(tmp_path)
     log.put(lambda: [group(1)])
@@ -98,7 +100,7 @@ def test_unusable_sample_directory_drops_samples_without_an_error(tmp_path: Path
     assert log.left_out == 2
 
 
-def test_sample_that_fails_to_build_is_dropped_and_later_ones_are_kept(
+def test_sample_whose_construction_raises_is_dropped_and_later_samples_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = log_in(tmp_path)

@@ -1,4 +1,4 @@
-"""Characters that control a terminal or browser are escaped; ordinary text is unchanged."""
+"""Characters that control a terminal or browser are escaped before text is shown; ordinary text is unchanged."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_ordinary_text_is_not_escaped(text: str) -> None:
         ("\ud800", "\\ud800"),
     ],
 )
-def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped_in_shown_text(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_every_unicode_control_character_is_escaped() -> None:
+def test_every_unicode_control_character_is_escaped_in_shown_text() -> None:
     everything = "".join(map(chr, range(0x110000)))
     kept = set(visible(everything)) - {"\n", "\t"}
     assert not [hex(ord(c)) for c in kept if unicodedata.category(c)[0] == "C" or unicodedata.bidirectional(c) in

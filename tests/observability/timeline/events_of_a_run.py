@@ -6,7 +6,7 @@ from typing import Any
 
 A, B = "http://127.0.0.1:4001", "http://127.0.0.1:4002"
 BEGAN = 1.76e9
-#: The seconds for which the trainer waits for rollouts in each step, and for which it then computes.
+#: In each step, the trainer waits for rollouts for WAIT_S seconds, and then computes for STEP_S seconds.
 WAIT_S, STEP_S = 0.25, 0.5
 
 Events = list[dict[str, Any]]
@@ -17,7 +17,7 @@ def event(kind: str, elapsed_s: float, **fields: Any) -> dict[str, Any]:
 
 
 def stages(order: int, at: float, *, engine: str = A, spans: Any = ((0, 4), (1, 2))) -> list[Any]:
-    """Return the stages of an order in Unix seconds: claimed 1 s before `at`, sampled 0.2 s, judged 0.1 s before."""
+    """Return the stages of an order, with Unix times: claimed 1 s, sampled 0.2 s and judged 0.1 s before `at`."""
     return [order, BEGAN + at - 1.0, BEGAN + at - 0.2, BEGAN + at - 0.1, engine, [list(span) for span in spans]]
 
 
@@ -38,7 +38,7 @@ def publish(version: int, at: float, *urls: str) -> dict[str, Any]:
 def run(steps: int = 6, *, ended: bool = True) -> Events:
     """Return the events of a run: an evaluation, then one step per second from second 10 on.
 
-    Each version is published 0.1 s after its step; if not `ended`, the last events are missing.
+    Each version is published 0.1 s after its step. If not `ended`, the event that says that the run ended is missing.
     """
     made = [
         event("run_started", 0.5, run="tiny"),

@@ -1,4 +1,4 @@
-"""Rules of Chrome's trace format, checked on traces of finished, live, killed and resumed runs."""
+"""Traces of finished, live, killed and resumed runs follow the rules of Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_trace_links_an_order_through_its_stages_to_its_training_step() -> None:
+def test_trace_connects_the_stages_of_a_prompt_order_by_arrows_up_to_its_training_step() -> None:
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_trace_links_a_version_from_its_step_through_its_publication_to_the_engines() -> None:
+def test_trace_connects_a_training_step_by_arrows_to_the_publication_of_its_version_and_to_the_engines() -> None:
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}
     assert names == {"run", "trainer", "publication", "evaluation", "checkpoint", "groups", A, B}
 
 
-def test_overlapping_groups_get_separate_rows_and_excess_groups_are_counted() -> None:
+def test_overlapping_groups_get_separate_rows_in_the_trace_and_groups_without_a_row_are_counted() -> None:
     many = step(1, 10.0) | {"orders": list(range(40)), "stages": [stages(order, 9.0) for order in range(40)]}
     trace = ChromeTrace()
     made = list(trace.events([*run(0, ended=False), many]))

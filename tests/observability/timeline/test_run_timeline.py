@@ -1,4 +1,4 @@
-"""Windows of a run's timeline, for any length of run and any resolution."""
+"""A run's timeline can be requested for any time window at any resolution, however long the run is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
     return dict(track)
 
 
-def test_timeline_lists_the_lanes_of_engines_before_all_other_lanes() -> None:
+def test_timeline_lists_the_rows_of_engines_before_all_other_rows() -> None:
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
@@ -40,7 +40,7 @@ def test_timeline_lists_the_lanes_of_engines_before_all_other_lanes() -> None:
     ]  # fmt: skip
 
 
-def test_fine_resolution_window_has_every_span_unchanged() -> None:
+def test_timeline_window_at_fine_resolution_has_every_span_unchanged() -> None:
     steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
     assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
     assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
@@ -51,7 +51,7 @@ def test_timeline_window_includes_spans_that_overlap_it() -> None:
     assert steps["value"] == [1, 2, 3]
 
 
-def test_coarse_window_keeps_the_number_and_total_time_of_spans(long_run: RunTimeline) -> None:
+def test_timeline_window_at_coarse_resolution_keeps_the_number_and_total_time_of_spans(long_run: RunTimeline) -> None:
     steps = _track(long_run.window(points=500), "trainer", "step")
     assert sum(steps["count"]) == STEPS
     assert sum(steps["busy"]) == pytest.approx(STEPS * STEP_S)
@@ -60,7 +60,7 @@ def test_coarse_window_keeps_the_number_and_total_time_of_spans(long_run: RunTim
     assert all(a <= b for a, b in zip(steps["end"][:-1], steps["start"][1:], strict=True))
 
 
-def test_long_span_is_not_merged_with_short_ones() -> None:
+def test_long_span_of_the_timeline_is_not_merged_with_short_spans() -> None:
     track = Track()
     for number in range(100):
         track.add(Span("l", "t", number * 0.01, number * 0.01 + 0.005, number))
@@ -71,7 +71,7 @@ def test_long_span_is_not_merged_with_short_ones() -> None:
     assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
 
 
-def test_merged_spans_have_the_value_of_the_longest_span() -> None:
+def test_merged_spans_of_the_timeline_have_the_value_of_the_longest_span() -> None:
     track = Track()
     for number, length in enumerate((0.01, 0.3, 0.02)):
         track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
@@ -80,7 +80,7 @@ def test_merged_spans_have_the_value_of_the_longest_span() -> None:
     assert drawn["busy"] == [pytest.approx(0.33)]
 
 
-def test_open_spans_are_drawn_up_to_now() -> None:
+def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time() -> None:
     timeline = _timeline([*run(2, ended=False), event("evaluation_began", 12.0, model_version=2)])
     timeline.feed(step(3, 20.0))
     serves = _track(timeline.window(), A, "serves")
@@ -109,7 +109,7 @@ def test_timeline_window_has_only_marks_within_its_time() -> None:
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 
 
-def test_timeline_of_a_run_without_events_has_empty_lanes() -> None:
+def test_timeline_of_a_run_without_events_has_empty_rows() -> None:
     window = RunTimeline().window()
     assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
     assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])

@@ -1,4 +1,4 @@
-"""Timeline spans are derived from a run's events."""
+"""The spans of a timeline (such as a publication, a wait, an engine's absence) are derived from the run's events."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def _spans(events: Iterable[Event], lane: str, track: str) -> list[Span]:
     return [d for d in _drawn(events)[1] if isinstance(d, Span) and (d.lane, d.track) == (lane, track)]
 
 
-def test_engine_serves_a_version_until_the_next_is_published() -> None:
+def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_is_published() -> None:
     served = _spans(run(3), A, "serves")
     assert [(span.value, span.start) for span in served] == [(-1, 1.0), (0, 4.0), (1, 10.1), (2, 11.1), (3, 12.1)]
     assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last until the run's end"
 
 
-def test_pause_span_has_the_duration_that_the_engine_measured() -> None:
+def test_engines_pause_has_the_duration_in_the_timeline_that_the_engine_measured() -> None:
     assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
         (0, 0.001), (1, 0.001), (2, 0.001),
     ]  # fmt: skip
 
 
-def test_publication_without_engine_names_applies_to_all_serving_engines() -> None:
+def test_publication_event_without_engine_names_applies_to_all_serving_engines() -> None:
     events = run(3)
     for each in events:
         each.pop("pauses_s", None)
     assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
 
 
-def test_step_and_wait_spans_have_the_durations_that_the_trainer_measured() -> None:
+def test_steps_and_waits_have_the_durations_in_the_timeline_that_the_trainer_measured() -> None:
     assert _spans(run(2), "trainer", "step") == [
         Span("trainer", "step", 9.5, 10.0, 1), Span("trainer", "step", 10.5, 11.0, 2)
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def test_step_and_wait_spans_have_the_durations_that_the_trainer_measured() -> N
     assert [(s.start, s.end) for s in _spans(run(1), "trainer", "publish_wait")] == [(9.9375, 10.0)]
 
 
-def test_checkpoint_span_lasts_from_its_step_until_it_is_durable() -> None:
+def test_checkpoint_lasts_in_the_timeline_from_its_step_until_it_is_durable() -> None:
     assert _spans(run(4), "checkpoint", "checkpoint") == [Span("checkpoint", "checkpoint", 13.0, 13.3, 4)]
     (stall,) = _spans(run(4), "checkpoint", "stall")
     assert (stall.start, stall.end) == (13.0, pytest.approx(13.05))
@@ -61,7 +61,7 @@ def _wait(*before: Event, wait_s: float = 4.0, told: tuple[Event, ...] = ()) -> 
     return waited.note
 
 
-def test_trainer_wait_is_attributed_to_its_cause() -> None:
+def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
     began = event("evaluation_began", 15.0, model_version=0)
     assert _wait() == "sampling"
     assert _wait(began) == "evaluation", "it is still under way"
@@ -90,7 +90,7 @@ def test_drained_engine_is_not_shown_as_away() -> None:
     assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_open_spans_end_at_the_last_event_before_a_resume() -> None:
+def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_resume() -> None:
     events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]
     assert _spans(events, A, "serves")[-1].end == 11.0
     assert _spans(events, "evaluation", "evaluation")[-1] == Span("evaluation", "evaluation", 4.5, 8.5, 0, "held_out")
@@ -98,7 +98,7 @@ def test_open_spans_end_at_the_last_event_before_a_resume() -> None:
     assert list(reader.open()) == []
 
 
-def test_group_is_matched_to_its_step_whichever_is_reported_first() -> None:
+def test_group_is_matched_to_its_training_step_even_if_its_stages_are_reported_in_another_event() -> None:
     late = step(1, 10.0) | {"stages": []}
     told_late = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
     groups = [d for d in _drawn([late, told_late])[1] if isinstance(d, TracedGroup)]
@@ -112,7 +112,7 @@ def test_group_is_matched_to_its_step_whichever_is_reported_first() -> None:
     assert [(group.order, group.step) for group in groups] == [(2, 2)]
 
 
-def test_stages_from_a_fast_actor_clock_are_clamped_to_the_step() -> None:
+def test_group_stages_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start_of_the_step() -> None:
     groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
     (group,) = groups
     assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
@@ -122,7 +122,7 @@ def test_malformed_group_stages_are_ignored() -> None:
     assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
 
 
-def test_timeline_marks_describe_events_in_words() -> None:
+def test_event_marks_in_the_timeline_describe_events_in_words() -> None:
     marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
     assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
     assert RunMark(12.0, "run_finished", "all steps are done") in marks
@@ -132,7 +132,7 @@ def test_timeline_marks_describe_events_in_words() -> None:
 @pytest.mark.parametrize(
     "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "old", "twice"]
 )
-def test_spans_of_a_track_are_in_order_and_never_overlap(events: list[Event]) -> None:
+def test_spans_in_the_same_track_of_the_timeline_are_in_order_and_never_overlap(events: list[Event]) -> None:
     tracks: dict[tuple[str, str], list[Span]] = {}
     reader, drawn = _drawn(events)
     for span in [*(each for each in drawn if isinstance(each, Span)), *reader.open()]:

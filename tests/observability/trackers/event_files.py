@@ -1,4 +1,4 @@
-"""Reader of TensorBoard event files that follows TensorBoard: it verifies checksums and applies restarts."""
+"""Reader of TensorBoard event files that works like TensorBoard's own: it verifies checksums and applies restarts."""
 
 from __future__ import annotations
 

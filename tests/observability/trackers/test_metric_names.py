@@ -1,4 +1,4 @@
-"""Names and values that a tracker receives for each event, and their documentation."""
+"""Each event is converted to the metric names and values that a tracker receives, and the docs list these names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
     return row
 
 
-def test_step_row_includes_metrics_since_the_previous_step() -> None:
+def test_row_of_a_step_includes_other_metrics_measured_since_the_previous_step() -> None:
     reader = MetricReader()
     for tokens in (100.0, 300.0):
         assert list(reader.read(event("engines", 1.0, tokens_per_s=tokens, occupancy=0.5))) == []
@@ -57,7 +57,7 @@ def test_metric_reader_continues_from_a_saved_state() -> None:
     assert _row(second, event("step", 3.0, step=1)).figures == {"perf/tokens_per_s": 150.0}
 
 
-def test_evaluation_row_has_the_evaluated_version_as_step() -> None:
+def test_row_of_an_evaluation_has_the_evaluated_version_as_its_step() -> None:
     curves = {"pass_at": [{"k": 4, "value": 0.5}], "majority_at": [{"k": 4, "value": 0.375}]}
     row = _row(MetricReader(), event("evaluation", 1.0, model_version=8, name="aime", accuracy=0.25, **curves))
     assert row == MetricRow(
@@ -65,7 +65,7 @@ def test_evaluation_row_has_the_evaluated_version_as_step() -> None:
     )
 
 
-def test_tracker_rewinds_later_steps_if_the_trainer_restarts_at_an_earlier_version() -> None:
+def test_tracker_discards_later_steps_if_the_trainer_restarts_at_an_earlier_version() -> None:
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []

@@ -54,8 +54,8 @@ def test_tracker_process_continues_where_the_previous_one_ended(tmp_path: Path) 
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 7)]
 
 
-def test_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> None:
-    """Kills are simulated by restoring earlier positions, in the middle of a file and around the start of the next."""
+def test_metric_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> None:
+    """A kill before the position was saved is simulated by restoring an earlier position, from two different times."""
     _leave(tmp_path, _steps(1, 3))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -66,7 +66,7 @@ def test_rows_logged_before_a_kill_are_not_duplicated(tmp_path: Path) -> None:
         _leave(tmp_path, _steps(6, 7))
         in_the_middle = place.read_bytes()
         feed.advance()
-    place.write_bytes(in_the_middle)  # as if killed before the last position was written
+    place.write_bytes(in_the_middle)  # as if the tracker was killed before it saved its last position
     _fed(tmp_path)
     place.write_bytes(before)
     _fed(tmp_path)
@@ -88,7 +88,9 @@ def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_tracker_repeats_a_rewind_whose_position_was_not_saved(tmp_path: Path) -> None:
+def test_tracker_killed_before_it_saved_its_position_after_discarding_steps_discards_the_steps_again(
+    tmp_path: Path,
+) -> None:
     _leave(tmp_path, _steps(1, 5, reward=0.25))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -100,14 +102,14 @@ def test_tracker_repeats_a_rewind_whose_position_was_not_saved(tmp_path: Path) -
     assert series(tmp_path / "tb", "reward") == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
 
 
-def test_second_process_that_feeds_a_tracker_is_rejected(tmp_path: Path) -> None:
+def test_second_process_that_feeds_the_same_tracker_is_rejected(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     with closing(_feed(tmp_path)), pytest.raises(BlockingIOError, match="another process feeds tensorboard"):
         _feed(tmp_path)
     _fed(tmp_path)
 
 
-def test_damaged_tracker_position_is_rejected(tmp_path: Path) -> None:
+def test_damaged_file_with_a_trackers_position_is_rejected(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     _fed(tmp_path)
     (tmp_path / "trackers" / "tensorboard.json").write_text("{")
@@ -119,7 +121,7 @@ def test_damaged_tracker_position_is_rejected(tmp_path: Path) -> None:
 
 @final
 class Failing:
-    """A tracker whose disk is full at first; when reopened at a bookmark, it keeps only what was flushed."""
+    """A tracker whose disk is full at first; when it is reopened at a bookmark, it keeps only the flushed steps."""
 
     def __init__(self, kept: list[int], failures: list[str], bookmark: Bookmark | None) -> None:
         self.kept, self._failures, self._new = kept, failures, list[int]()
@@ -146,7 +148,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("failures", [["log"], ["flush"], ["log", "flush", "log"], ["flush", "close"]])
-def test_tracker_receives_every_step_once_despite_failed_calls(tmp_path: Path, failures: list[str]) -> None:
+def test_tracker_receives_every_step_once_even_if_calls_to_it_fail(tmp_path: Path, failures: list[str]) -> None:
     _leave(tmp_path, _steps(1, 4))
     kept: list[int] = []
     tries = len(failures)

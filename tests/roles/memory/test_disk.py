@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine's memory are computed when a run starts, and recorded in its recipe."""
+"""Recipe defaults that depend on the machine's memory, disk and accelerator are computed and recorded at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recipe(*overrides: str) -> RunConfig:
     return load("tiny", ["trainer.micro_batch_tokens=auto", "engine.context_length=64", *overrides])
 
 
-def test_default_micro_batch_is_the_largest_that_fits() -> None:
+def test_default_micro_batch_size_is_the_largest_that_fits_into_memory() -> None:
     config = recipe()
     whole = settled(config, {"all": 64 * GIB})
     assert whole.trainer.micro_batch_tokens == 16384
@@ -58,7 +58,9 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
     assert given.engine.dtype == "bfloat16", "the recipe's own word counts"
 
 
-def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_is_detected_by_its_device_file_unless_cuda_visible_devices_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not has_accelerator(tmp_path)
     (tmp_path / "dev").mkdir()
@@ -68,7 +70,9 @@ def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, m
     assert not has_accelerator(tmp_path)
 
 
-def test_run_that_does_not_fit_on_the_disk_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_whose_checkpoints_do_not_fit_on_the_disk_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
     disk.refuse_full_disk(config, predicted)
@@ -79,7 +83,7 @@ def test_run_that_does_not_fit_on_the_disk_is_rejected(tmp_path: Path, monkeypat
     assert "50 checkpoints of" in disk.disk_line(config, predicted)
 
 
-def test_files_of_a_resumed_run_are_subtracted_from_its_disk_need(
+def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load("tiny", [f"run.directory={tmp_path}", "checkpoint.keep=50"])
@@ -94,7 +98,7 @@ def test_files_of_a_resumed_run_are_subtracted_from_its_disk_need(
     disk.refuse_full_disk(config, predicted, place)
 
 
-def test_default_groups_in_flight_fill_all_engine_slots_four_times() -> None:
+def test_default_number_of_groups_in_flight_is_enough_to_fill_all_engine_slots_four_times() -> None:
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
     assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

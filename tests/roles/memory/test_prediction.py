@@ -1,4 +1,4 @@
-"""Memory predictions of `pipelinerl check`: accuracy against measurements, speed for a 70B model, and advice."""
+"""`pipelinerl check` predicts memory use close to measurements, quickly for a 70B model, and advises what would fit."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, O
 from trainer_contract.types import Precision, WeightDType
 
 GIB = 2**30
-#: The configuration of Llama 3 70B.
+#: The config.json of Llama 3 70B.
 LARGE = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -67,7 +67,9 @@ def test_memory_prediction_is_within_15_percent_of_measurement(family, precision
         (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
     ],
 )
-def test_memory_prediction_is_within_15_percent_for_bf16_moments_or_state_on_the_host(precision, optimizer, tmp_path):
+def test_memory_prediction_is_within_15_percent_with_bf16_optimizer_moments_on_the_device_or_host(
+    precision, optimizer, tmp_path
+):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
     case = MemoryCase(
@@ -76,7 +78,7 @@ def test_memory_prediction_is_within_15_percent_for_bf16_moments_or_state_on_the
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
 
 
-def test_optimizer_state_is_counted_on_the_device_or_the_host(large):
+def test_optimizer_state_is_counted_in_the_memory_of_the_device_or_host_that_holds_it(large):
     shape = read_shape(large)
     plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
     assert replace(plain, moments=MomentDType.BF16).parts["moments"] == plain.parts["moments"] // 2
@@ -95,7 +97,7 @@ def test_optimizer_state_is_counted_on_the_device_or_the_host(large):
     assert "with trainer.options.optimizer.place=host (" in advice
 
 
-def test_memory_of_rounded_weights_is_counted_if_the_trainers_passes_use_them(large):
+def test_memory_of_a_rounded_copy_of_the_weights_is_counted_if_the_trainer_computes_with_that_copy(large):
     shape = read_shape(large)
     plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
     assert "served" not in plain.parts, "engines hold fp32"
@@ -107,7 +109,7 @@ def test_memory_of_rounded_weights_is_counted_if_the_trainers_passes_use_them(la
     assert replace(rounds, place=StatePlace.HOST).parts["served"] == 6 * (shape.count - shape.products)
 
 
-def test_memory_of_a_70b_model_is_predicted_quickly_without_weights(large):
+def test_memory_of_a_70b_model_is_predicted_from_its_config_in_less_than_2_seconds(large):
     began = time.process_time()
     shape = read_shape(large)
     assert time.process_time() - began < 2
@@ -118,7 +120,7 @@ def test_memory_of_a_70b_model_is_predicted_quickly_without_weights(large):
     assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
 
 
-def test_model_shape_from_the_config_matches_the_weight_files(tmp_path):
+def test_model_shape_computed_from_the_config_matches_the_models_weights(tmp_path):
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=64,
@@ -143,7 +145,7 @@ def test_memory_prediction_uses_the_trainers_logits_chunk_size(large):
     assert replace(plain, on_gpu=True).parts["logits"] == 12 * LOGITS_AT_ONCE["cuda"] > plain.parts["logits"]
 
 
-def test_process_that_does_not_fit_gets_advice_with_which_it_fits(large):
+def test_advice_for_a_process_that_does_not_fit_into_memory_makes_it_fit(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
     engine = EngineMemory(
@@ -174,7 +176,7 @@ def test_memory_of_a_recipes_trainer_and_engine_is_predicted():
     assert predict(load("tiny", ["trainer.type=jax"]), objective_of(config)).trainer is None
 
 
-def test_each_part_of_the_memory_prediction_scales_with_its_option(large):
+def test_each_part_of_the_memory_prediction_scales_with_the_option_that_affects_it(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.FP32, tokens=4096, trained=4096)
     assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
     assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8
@@ -183,7 +185,7 @@ def test_each_part_of_the_memory_prediction_scales_with_its_option(large):
     assert replace(plain, rank=16, references=1).parts["weights"] == replace(plain, rank=16).parts["weights"]
 
 
-def test_context_parallel_processes_divide_the_activations(large):
+def test_memory_of_activations_is_divided_among_context_parallel_processes(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=32768, trained=32768, shards=8)
     shared = replace(plain, cp=8)
     assert shared.parts["activations"] == plain.parts["activations"] // 8

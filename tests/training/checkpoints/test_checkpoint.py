@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, truncation and bit flips, and Hugging Face loads their directories."""
+"""Checkpoints survive kills, truncation and bit flips are detected, and Hugging Face loads checkpoint directories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHIPPED = Path(__file__).resolve().parents[3] / "pipelinerl" / "models" / "tiny_
 
 
 class Killed(BaseException):
-    """Simulates the end of the process; no code above catches it."""
+    """Raised to simulate that the process is killed; no code under test catches it."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def latest(store: CheckpointStore) -> TrainingState | None:
     return found[1] if found else None
 
 
-def test_saved_checkpoint_is_found_and_contains_model_state_and_manifest(store: CheckpointStore) -> None:
+def test_saved_checkpoint_is_found_and_contains_model_trainer_state_and_manifest(store: CheckpointStore) -> None:
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
     assert store.latest() == (path, state_of(3))
@@ -52,9 +52,9 @@ def test_saved_checkpoint_is_found_and_contains_model_state_and_manifest(store: 
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
-def test_checkpoint_is_restored_if_the_process_was_killed_while_replacing_it(store: CheckpointStore) -> None:
+def test_checkpoint_is_found_if_the_process_was_killed_while_replacing_it(store: CheckpointStore) -> None:
     path = save(store, 4)
-    path.rename(path.with_name(f".replaced-{path.name}"))  # between the two renames of a commit
+    path.rename(path.with_name(f".replaced-{path.name}"))  # the state after the first of a commit's two renames
     found = store.latest()
     assert found == (path, state_of(4)) and load(path) == state_of(4)
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
@@ -70,7 +70,7 @@ def test_checkpoint_store_keeps_the_newest_checkpoints_by_step_number(store: Che
     assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
 
 
-def test_checkpoint_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointStore) -> None:
+def test_checkpoint_of_a_later_trainer_epoch_replaces_the_checkpoint_of_the_same_step(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2)
     save(store, 2, epoch=2)
@@ -79,7 +79,10 @@ def test_checkpoint_of_a_later_epoch_replaces_that_of_the_same_step(store: Check
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return those done."""
+    """Patch the file operations of a save, so that `Killed` is raised before operation number `killed_at`.
+
+    Return the list to which each operation that was done appends its name.
+    """
     done: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +135,7 @@ def test_newest_complete_checkpoint_is_found_after_a_kill_at_any_point_of_a_save
 
 
 def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield damages to every file: cut at several places, several bits flipped, removed."""
+    """Yield pairs (description, function); each function cuts, extends or removes one file, or flips a bit in it."""
     for file in sorted(path.rglob("*")):
         if not file.is_file():
             continue
@@ -167,14 +170,14 @@ def test_damaged_checkpoint_is_reported_and_skipped(
 
 
 @pytest.mark.parametrize("unreadable", [False, True], ids=["each is damaged", "nobody may look"])
-def test_run_without_a_complete_checkpoint_is_not_restarted_from_scratch(
+def test_run_whose_checkpoints_are_all_damaged_or_unreadable_is_not_restarted_from_scratch(
     store: CheckpointStore, unreadable: bool
 ) -> None:
     for version in (2, 4):
         (save(store, version) / "model.safetensors").unlink()
     if unreadable:
         store.directory.rename(store.directory.with_name("away"))
-        store.directory.write_text("")  # a file, which not even root can list
+        store.directory.write_text("")  # a file in place of the directory, because root can list any directory
     words = (
         r"checkpoints: Not a directory" if unreadable else r"no checkpoint in .* is whole, the newest is step-000004"
     )
@@ -244,8 +247,8 @@ def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(
     assert not list(store.directory.glob(".*")), "it is tried again"
 
 
-def test_stream_offsets_of_checkpoints_are_read_without_their_weights(store: CheckpointStore) -> None:
-    """Weights may be many gigabytes, so only the manifest is read."""
+def test_stream_offsets_of_a_checkpoint_are_read_without_reading_its_weights(store: CheckpointStore) -> None:
+    """Only the manifest is read, because weights may have many gigabytes."""
     path = save(store, 2)
     (path / "model.safetensors").unlink()
     assert store.oldest_kept_offsets() == state_of(2).offsets
@@ -278,13 +281,13 @@ def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
-    """Return the checkpoint stores of two trainers, the earlier and the later."""
+    """Return two checkpoint stores on the same directory: of an earlier trainer, and of the one that replaces it."""
     model = model_directory(tmp_path / "model")
     first, second = (CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model) for _ in range(2))
     return first, second
 
 
-def test_fenced_trainer_cannot_commit_a_checkpoint_that_it_captured_earlier(
+def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_earlier(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -302,7 +305,7 @@ def test_fenced_trainer_cannot_commit_a_checkpoint_that_it_captured_earlier(
     assert found is not None and (found[1].epoch, found[1].model_version) == (2, 2)
 
 
-def test_checkpoint_drafts_of_two_trainers_have_separate_directories(
+def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -312,7 +315,7 @@ def test_checkpoint_drafts_of_two_trainers_have_separate_directories(
     assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
-def test_trainer_whose_draft_a_later_trainer_removed_gets_a_fenced_error(
+def test_trainer_whose_unfinished_checkpoint_a_later_trainer_removed_gets_a_fenced_error(
     stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = stores
@@ -329,7 +332,7 @@ def test_trainer_whose_draft_a_later_trainer_removed_gets_a_fenced_error(
         first.commit(late)
 
 
-def test_claim_of_the_checkpoints_fails_if_a_newer_checkpoint_appeared_meanwhile(
+def test_trainer_cannot_claim_the_checkpoint_store_if_a_newer_checkpoint_has_appeared(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -340,7 +343,7 @@ def test_claim_of_the_checkpoints_fails_if_a_newer_checkpoint_appeared_meanwhile
         second.claim(2)
 
 
-def test_claim_of_an_empty_checkpoint_store_fails_if_a_checkpoint_appeared_meanwhile(
+def test_trainer_cannot_claim_a_checkpoint_store_that_is_no_longer_empty(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -350,7 +353,7 @@ def test_claim_of_an_empty_checkpoint_store_fails_if_a_checkpoint_appeared_meanw
         second.claim(2)
 
 
-def test_damaged_checkpoints_are_set_aside_and_do_not_evict_new_ones(
+def test_damaged_checkpoints_are_set_aside_and_do_not_count_among_the_kept_checkpoints(
     stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, second = stores
@@ -373,7 +376,7 @@ def test_damaged_checkpoints_are_set_aside_and_do_not_evict_new_ones(
     assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
 
 
-def test_earlier_epoch_cannot_claim_the_checkpoints_after_a_later_one(tmp_path: Path) -> None:
+def test_trainer_of_an_earlier_epoch_cannot_claim_the_checkpoint_store_after_a_later_epoch(tmp_path: Path) -> None:
     fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
@@ -382,7 +385,7 @@ def test_earlier_epoch_cannot_claim_the_checkpoints_after_a_later_one(tmp_path: 
     assert fence.epoch == 3
 
 
-def test_checkpoint_lock_that_is_never_released_is_named_in_the_timeout_error(tmp_path: Path) -> None:
+def test_timeout_error_names_the_checkpoint_lock_that_is_never_released(tmp_path: Path) -> None:
     with (tmp_path / "checkpoints.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
@@ -408,14 +411,14 @@ def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -
     assert fence.epoch == 2
 
 
-def test_retention_keeps_the_newest_checkpoints_which_hold_back_stream_trimming() -> None:
+def test_newest_checkpoints_are_kept_and_the_stream_is_trimmed_only_up_to_the_oldest_of_them() -> None:
     retention = Retention(keep=2)
     assert retention.survivors([10, 20, 30, 40], {10: 0.9}) == {30, 40}
     assert retention.resumable([40, 10, 30, 20]) == [30, 40]
     assert retention.resumable([7]) == [7]
 
 
-def test_retention_keeps_the_best_checkpoints_without_holding_back_stream_trimming() -> None:
+def test_best_checkpoints_are_kept_but_do_not_limit_how_far_the_stream_is_trimmed() -> None:
     retention = Retention(keep=1, keep_best=2)
     accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
     assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}
@@ -428,7 +431,7 @@ def test_later_of_two_equally_accurate_checkpoints_counts_as_best() -> None:
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_checkpoint_accuracy_is_the_least_possible_one_on_the_first_evaluation_set() -> None:
+def test_accuracy_of_a_checkpoint_counts_unanswered_problems_of_the_first_evaluation_set_as_wrong() -> None:
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},

@@ -1,4 +1,4 @@
-"""Checkpoints written during training: reported once durable, awaited by the next checkpoint, retried on errors."""
+"""Checkpoints are written while training continues, reported once they are durable, and retried after errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = PATIENCE_S
 
 @dataclass
 class CheckpointedRoom:
-    """A checkpoint store, with the reports and stream trims that its checkpoints caused."""
+    """A checkpoint store, and a record of the reports and of the stream trims that its checkpoints caused."""
 
     store: CheckpointStore
     saving: Checkpointing
@@ -65,7 +65,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
         await saving.close()
 
 
-async def test_training_continues_during_a_checkpoint_and_the_next_checkpoint_waits(
+async def test_training_continues_while_a_checkpoint_is_written_and_the_next_checkpoint_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, may_sync = os.fsync, threading.Event()
@@ -104,7 +104,7 @@ async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retr
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
 
 
-async def test_training_waits_for_a_checkpoint_capture_only_before_weights_change(tmp_path: Path) -> None:
+async def test_training_waits_until_a_checkpoint_is_captured_only_before_the_weights_change(tmp_path: Path) -> None:
     state, may_read = state_of(1), threading.Event()
 
     def reads() -> Capture:
@@ -114,7 +114,7 @@ async def test_training_waits_for_a_checkpoint_capture_only_before_weights_chang
     async with room(tmp_path) as made:
         await asyncio.wait_for(made.saving.begin(state, reads), DEADLINE_S)
         waits = asyncio.create_task(made.saving.captured())
-        await asyncio.sleep(0)  # the waiter is now blocked
+        await asyncio.sleep(0)  # lets `waits` start, which then blocks
         began = time.monotonic()
         await asyncio.sleep(0.3)
         assert not waits.done()
@@ -131,7 +131,9 @@ async def test_training_waits_for_a_checkpoint_capture_only_before_weights_chang
         assert second.stall_s < told.stall_s, "nothing waited for it"
 
 
-async def test_permanent_failure_of_a_checkpoint_capture_is_raised_to_its_waiter(tmp_path: Path) -> None:
+async def test_permanent_failure_to_capture_a_checkpoint_is_raised_to_the_code_that_waits_for_it(
+    tmp_path: Path,
+) -> None:
     async with room(tmp_path) as made:
         await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
         with pytest.raises(AttributeError):
@@ -139,7 +141,7 @@ async def test_permanent_failure_of_a_checkpoint_capture_is_raised_to_its_waiter
         await made.saving.finish()
 
 
-async def test_checkpoint_capture_that_fails_transiently_blocks_training_until_it_succeeds(tmp_path: Path) -> None:
+async def test_transient_failure_to_capture_a_checkpoint_blocks_training_until_a_retry_succeeds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         beginning = asyncio.create_task(made.begin(1))
@@ -152,7 +154,7 @@ async def test_checkpoint_capture_that_fails_transiently_blocks_training_until_i
         assert last.stall_s > 0
 
 
-async def test_checkpoint_fails_with_the_reason_after_its_deadline(tmp_path: Path) -> None:
+async def test_checkpoint_that_is_not_written_by_its_deadline_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path, deadline_s=0.05) as made:
         await made.begin(1)
@@ -178,7 +180,7 @@ async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path: Path, monke
         assert not list(made.store.directory.glob(".*"))
 
 
-async def test_closing_abandons_the_checkpoint_in_progress(tmp_path: Path) -> None:
+async def test_closing_the_checkpointing_abandons_the_checkpoint_in_progress(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)

@@ -1,4 +1,4 @@
-"""Remote copies of checkpoints, in a directory and behind a URL: atomic writes, retention of the newest and best."""
+"""Remote copies of checkpoints, in a directory or at a URL: they are always complete; newest and best are kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_fenced_trainer_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
+def test_trainer_that_was_replaced_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     """The trainer copies step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
@@ -61,7 +61,7 @@ def test_fenced_trainer_cannot_copy_its_checkpoint_over_that_of_a_later_epoch(
     assert versions(copies) == [20]
 
 
-def test_fetched_copy_is_a_loadable_checkpoint_with_the_run_files(
+def test_fetched_remote_copy_is_a_loadable_checkpoint_with_the_runs_recipe_and_events(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "st')
@@ -89,7 +89,9 @@ def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location
     assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
 
 
-def test_copy_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointStore, copies: CheckpointCopies) -> None:
+def test_remote_copy_of_a_later_trainer_epoch_replaces_the_copy_of_the_same_step(
+    store: CheckpointStore, copies: CheckpointCopies
+) -> None:
     save_both(store, 2)
     save_both(store, 2)
     assert len(Storage(copies.url).names()) == 1, "a second try of the same is a no-op"
@@ -97,10 +99,10 @@ def test_copy_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointS
     assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
 
 
-def test_copy_of_a_step_that_was_saved_again_counts_as_newer(
+def test_remote_copy_of_a_step_that_was_saved_again_counts_as_newer_than_the_earlier_copy(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test saves and copies the same step six times with different ledgers; older copies are not removed yet."""
+    """Each save of the same step has another ledger; removing older copies is disabled, to see which is the newest."""
     ledgers = []
     for frontier in range(6):
         state = replace(state_of(2), ledger={"frontier": frontier})
@@ -114,7 +116,7 @@ def test_copy_of_a_step_that_was_saved_again_counts_as_newer(
     assert [copy.name for copy in copies.newest()] == ["step-000002"]
 
 
-def test_copies_above_the_resumed_step_are_removed_and_evict_no_others(
+def test_remote_copies_of_steps_after_the_resumed_step_are_removed_and_older_copies_are_kept(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (10, 20, 30):
@@ -129,13 +131,13 @@ def test_copies_above_the_resumed_step_are_removed_and_evict_no_others(
 
 
 class Killed(BaseException):
-    """Simulates the end of the process."""
+    """Raised to simulate that the process is killed."""
 
 
-def test_newest_remote_copy_is_complete_after_a_kill_at_any_point(
+def test_newest_remote_checkpoint_copy_is_complete_after_a_kill_at_any_point_of_a_save(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test kills before each operation on the location in turn; the next save removes the remains."""
+    """The test repeats the save, with a kill before another storage operation each time."""
     save_both(store, 1)
     save_both(store, 2)
     path = save(store, 3)
@@ -172,7 +174,7 @@ def test_newest_remote_copy_is_complete_after_a_kill_at_any_point(
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "trainer/optimizer", "run/recipe.toml"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damaged_remote_copy_is_detected_and_reported(
+def test_damaged_remote_checkpoint_copy_is_detected_and_reported(
     store: CheckpointStore,
     copies: CheckpointCopies,
     tmp_path: Path,

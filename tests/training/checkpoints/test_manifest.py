@@ -1,4 +1,4 @@
-"""Manifests are read back as they were written, including older ones with fewer fields."""
+"""Manifests of checkpoints are read as they were written, including those of older versions with fewer fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipelinerl.errors import CheckpointError
 from pipelinerl.training.checkpoints.manifest import Manifest, TrainingState
 
 STATE = TrainingState(model_version=3, epoch=1, offsets={"identity": "x"}, ledger={"frontier": 3}, controller={})
-#: A manifest from before the lineage field was added.
+#: A manifest that was written before the field `lineage` was added.
 OLDER = b"""{
  "format": 2,
  "state": {
@@ -30,13 +30,13 @@ OLDER = b"""{
 }"""
 
 
-def test_manifest_of_an_older_version_without_lineage_is_read() -> None:
+def test_checkpoint_manifest_of_an_older_version_without_lineage_can_be_read() -> None:
     manifest = Manifest.parse(OLDER, where="here")
     assert manifest.state == STATE and manifest.state.epochs == []
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         Manifest.parse(OLDER.replace(b'"frontier": 3', b'"frontier": 4'), where="here")
 
 
-def test_manifest_preserves_the_lineage_of_epochs() -> None:
+def test_checkpoint_manifest_preserves_the_lineage_of_trainer_epochs() -> None:
     state = TrainingState(model_version=3, epoch=2, offsets={}, ledger={}, controller={}, epochs=[[1, 0], [2, 1]])
     assert Manifest.parse(Manifest(state, {}).text.encode(), where="here").state == state

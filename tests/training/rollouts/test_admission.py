@@ -1,4 +1,4 @@
-"""Admission of groups: every order ends once, and the ledger's frontier never passes an order in progress."""
+"""Admission of rollout groups: every prompt order ends once, and the ledger records exactly which orders have ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.fakes.rollouts import group, rollout
 
 
 @given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
-def test_consumed_ledger_contains_exactly_the_ended_orders(order: list[int], fates: list[GroupOutcome]) -> None:
+def test_ledger_of_consumed_orders_contains_exactly_the_prompt_orders_that_have_ended(
+    order: list[int], fates: list[GroupOutcome]
+) -> None:
     ledger = ConsumedLedger()
     for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
         ledger.settle([index], fate)
@@ -32,7 +34,7 @@ def test_consumed_ledger_contains_exactly_the_ended_orders(order: list[int], fat
     assert ledger.counts == {fate: fates.count(fate) for fate in GroupOutcome}
 
 
-def test_consumed_ledger_rejects_an_order_that_ends_twice() -> None:
+def test_ledger_of_consumed_orders_rejects_a_prompt_order_that_ends_twice() -> None:
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
@@ -44,7 +46,9 @@ def test_consumed_ledger_rejects_an_order_that_ends_twice() -> None:
     ("k", "oldest", "stale"),
     [(1, 4, False), (1, 3, True), (4, 1, False), (4, 0, True), (math.inf, 0, False)],
 )
-def test_staleness_of_a_group_counts_from_the_version_being_produced(k: float, oldest: int, stale: bool) -> None:
+def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_version(
+    k: float, oldest: int, stale: bool
+) -> None:
     found = is_stale(group(0, version=oldest), producing=5, bounds=StalenessBounds(1, k))
     assert found is stale
 
@@ -54,7 +58,9 @@ def test_staleness_of_a_group_counts_from_the_version_being_produced(k: float, o
     [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
     ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
 )
-def test_groups_sampled_by_abandoned_versions_are_outside_the_lineage(epoch: int, version: int, stale: bool) -> None:
+def test_groups_sampled_by_a_version_that_a_restart_abandoned_are_outside_the_trainers_lineage(
+    epoch: int, version: int, stale: bool
+) -> None:
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
@@ -62,16 +68,16 @@ def test_groups_sampled_by_abandoned_versions_are_outside_the_lineage(epoch: int
     ("epoch", "version", "included"),
     [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
 )
-def test_version_abandoned_by_one_epoch_stays_abandoned_in_later_epochs(
+def test_version_abandoned_at_one_trainer_restart_stays_abandoned_after_later_restarts(
     epoch: int, version: int, included: bool
 ) -> None:
-    """Epoch 1 saved version 50 and reached 57; epoch 2 began at 50 and saved 60, where epoch 3 began."""
+    """Epoch 1 saved version 50 and reached 57; epoch 2 began at 50 and saved 60; epoch 3 began at 60."""
     lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
     assert lineage.includes(group(0, version=version, epoch=epoch)) is included
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
 
 
-def test_group_has_signal_only_with_two_different_judged_rewards() -> None:
+def test_group_has_a_learning_signal_only_if_two_rollouts_that_could_be_judged_have_different_rewards() -> None:
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))
     judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)

@@ -1,4 +1,4 @@
-"""Micro-batches built from groups: metrics, and rollouts that may be left out without changing the step."""
+"""Micro-batches built from rollout groups: their metrics, and rollouts that do not change the step if left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ GROUPS = [
 
 
 def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective) -> tuple[float, np.ndarray, float]:
-    """Return the loss, the weights after one optimizer step, and the gradient's norm."""
+    """Take one optimizer step on the micro-batches; return the loss, the new weights, and the gradient's norm."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
     needs_old = "old_logprobs" in objective.needs
@@ -82,7 +82,9 @@ def model(tmp_path: Path) -> Path:
     "name",
     [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
 )
-def test_leaving_out_rollouts_without_gradient_changes_neither_loss_nor_weights(name: str, model: Path) -> None:
+def test_leaving_out_rollouts_without_gradient_changes_neither_the_loss_nor_the_updated_weights(
+    name: str, model: Path
+) -> None:
     objective = resolve(name)
     lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
     assert lean.stats["idle_fraction"] == 1 - 5 / 12
@@ -126,8 +128,8 @@ def test_gradient_does_not_depend_on_the_token_budget_of_micro_batches(token_bud
     np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
 
 
-def test_objective_with_a_penalty_keeps_rollouts_of_zero_advantage() -> None:
-    """A KL penalty has a gradient even where the advantage is zero."""
+def test_objective_with_a_kl_penalty_trains_on_rollouts_whose_advantage_is_zero() -> None:
+    """A KL penalty has a gradient for tokens whose advantage is zero too."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
     assert not penalised.zero_advantage_is_idle
     batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
@@ -165,7 +167,7 @@ def test_batch_metrics_match_precomputed_values() -> None:
     }
 
 
-def test_rewards_are_shaped_with_the_settings_of_their_domain() -> None:
+def test_rewards_are_shaped_with_the_settings_of_the_domain_of_their_group() -> None:
     groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
     shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=shaping)
@@ -186,7 +188,7 @@ def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
     return replace(made, rollouts=tuple(rollouts))
 
 
-def test_gdpo_advantages_use_reward_parts_with_the_weights_of_the_domain() -> None:
+def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says() -> None:
     group_of_equals = with_parts(0, (1.0, 1.0), (0.0, -1.0))
     shaping = {"test": RewardShaping(part_weights=(("right", 2.0), ("short", -1.0)))}
     batch = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1, shaping=shaping)
@@ -202,14 +204,14 @@ def test_gdpo_advantages_use_reward_parts_with_the_weights_of_the_domain() -> No
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
-def test_batch_without_signal_keeps_one_rollout() -> None:
+def test_batch_whose_advantages_are_all_zero_keeps_one_rollout() -> None:
     levelled = {"test": RewardShaping(high=0.0)}
     batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
     (packed,) = batch.packed
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
 
 
-def test_segments_of_a_packed_batch_map_to_their_groups() -> None:
+def test_group_of_each_segment_in_a_packed_batch_can_be_looked_up() -> None:
     batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
     found = [
         batch.group_indices(number, np.array([segment]))
@@ -225,7 +227,7 @@ def cut_off(reward: float, tokens: int = 2) -> Rollout:
     return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
 
 
-def test_masked_truncated_rollout_is_not_trained_but_counts_in_the_baseline() -> None:
+def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_mean_reward() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
     make = partial(
         build,
@@ -254,13 +256,13 @@ def test_masked_truncated_rollout_is_not_trained_but_counts_in_the_baseline() ->
     assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
 
 
-def test_masked_truncated_rollout_is_excluded_from_objectives_with_value_columns() -> None:
+def test_truncated_rollout_in_mask_mode_is_excluded_by_objectives_that_use_a_critic() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("ppo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     assert batch.scored.valid.tolist() == [True, True, False]
 
 
-def test_batch_of_masked_rollouts_only_makes_a_step_with_zero_weights() -> None:
+def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero() -> None:
     groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     (micro_batch,) = batch.micro_batches
@@ -277,7 +279,7 @@ def test_batch_of_masked_rollouts_only_makes_a_step_with_zero_weights() -> None:
         ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
     ],
 )
-def test_group_trains_if_one_of_its_unmasked_rollouts_has_an_advantage(
+def test_group_trains_if_at_least_one_rollout_that_is_not_masked_has_an_advantage(
     rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
 ) -> None:
     assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches

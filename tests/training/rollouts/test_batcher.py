@@ -1,4 +1,4 @@
-"""The batcher: its choice does not depend on arrival order, and each rejected group counts once."""
+"""The batcher chooses the groups of each step, whatever their arrival order, and counts every rejected group once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batcher(*, no_signal: NoSignal = NoSignal.FILTER) -> Batcher:
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal)
 
 
-def test_batcher_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
+def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_group_once() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
@@ -39,7 +39,7 @@ def test_batcher_waits_until_a_step_is_full_and_trains_each_group_once() -> None
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
-def test_group_refused_by_the_recipes_filter_is_filtered_with_its_reason() -> None:
+def test_group_that_the_recipes_filter_rejected_is_counted_as_filtered_with_the_filters_reason() -> None:
     heard: list[tuple[list[int], GroupOutcome, str]] = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -54,7 +54,7 @@ def test_group_refused_by_the_recipes_filter_is_filtered_with_its_reason() -> No
     assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
-def test_batcher_takes_the_oldest_fresh_groups_regardless_of_arrival_order() -> None:
+def test_batcher_takes_the_oldest_groups_that_are_not_stale_in_whatever_order_they_arrived() -> None:
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()
     for seed in range(20):
@@ -88,7 +88,7 @@ def test_group_that_the_caller_declares_unusable_counts_as_stale() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
-def test_group_of_an_abandoned_epoch_is_dropped_and_its_order_reissued() -> None:
+def test_group_sampled_by_an_abandoned_model_version_is_dropped_and_its_prompt_order_is_issued_again() -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
@@ -98,7 +98,7 @@ def test_group_of_an_abandoned_epoch_is_dropped_and_its_order_reissued() -> None
 
 
 @pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
-def test_groups_without_signal_are_filtered_or_kept_as_configured(mode: NoSignal, filtered: int, left: int) -> None:
+def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode: NoSignal, filtered: int, left: int) -> None:
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (filtered, left)
@@ -118,7 +118,7 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
     assert waiting.waiting == [1], "what is not packed is nobody's to compute"
 
 
-def test_step_of_groups_without_signal_trains_if_they_are_not_filtered() -> None:
+def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, (1.0, 1.0)))
     waiting.offer(group(1, (0.0, 0.0)))
@@ -128,7 +128,7 @@ def test_step_of_groups_without_signal_trains_if_they_are_not_filtered() -> None
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
-def test_groups_without_signal_are_counted_per_domain_until_a_group_has_signal(mode: NoSignal) -> None:
+def test_groups_without_learning_signal_are_counted_per_domain_until_a_group_has_a_signal(mode: NoSignal) -> None:
     waiting = batcher(no_signal=mode)
     rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     for index, each in enumerate(rewards):
@@ -139,10 +139,10 @@ def test_groups_without_signal_are_counted_per_domain_until_a_group_has_signal(m
     assert waiting.no_signal == {"other": NoSignalGroups(refused=3)}
 
 
-def test_token_budget_can_fill_a_step_before_the_rollout_budget() -> None:
+def test_step_is_full_when_its_token_budget_is_reached_before_its_rollout_budget() -> None:
     waiting = batcher()
     for index in range(3):
-        waiting.offer(group(index))  # 2 rollouts of 4 tokens each
+        waiting.offer(group(index))  # each group has 2 rollouts of 4 tokens
     taken = waiting.take(StepBudget(rollouts=100, tokens=10), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
 
@@ -160,7 +160,7 @@ def test_groups_of_a_skipped_step_count_as_filtered_instead_of_trained() -> None
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
-def test_order_that_the_controller_ends_is_stale_unless_its_group_has_arrived() -> None:
+def test_prompt_order_that_the_controller_ended_counts_as_stale_unless_its_group_has_arrived() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
@@ -173,7 +173,7 @@ def test_order_that_the_controller_ends_is_stale_unless_its_group_has_arrived() 
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
-    """Return a group whose rollouts began at different versions, as when some wait for a slot at the engine."""
+    """Return a group whose rollouts began at different versions, as if some had waited for a slot at the engine."""
     rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
     return replace(group(index), rollouts=rollouts)
 
@@ -182,7 +182,7 @@ def by_rollout(no_signal: NoSignal = NoSignal.TRAIN) -> Batcher:
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal, scope=StalenessScope.ROLLOUT)
 
 
-def test_staleness_per_rollout_trains_only_the_fresh_rollouts_of_a_group() -> None:
+def test_staleness_per_rollout_drops_only_the_stale_rollouts_of_a_group() -> None:
     waiting = by_rollout()
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
     waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
@@ -199,7 +199,7 @@ def test_staleness_per_rollout_trains_only_the_fresh_rollouts_of_a_group() -> No
     assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
 
 
-def test_staleness_per_rollout_filters_groups_whose_fresh_rollouts_lack_signal() -> None:
+def test_staleness_per_rollout_filters_groups_whose_remaining_rollouts_have_equal_rewards() -> None:
     aged = of_ages(0, (1.0, 0), (0.0, 3), (0.0, 2))
     filtering, training = by_rollout(NoSignal.FILTER), by_rollout()
     for waiting in (filtering, training):
@@ -211,7 +211,7 @@ def test_staleness_per_rollout_filters_groups_whose_fresh_rollouts_lack_signal()
     assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
 
 
-def test_staleness_per_group_drops_the_whole_group() -> None:
+def test_staleness_per_group_drops_a_whole_group_if_one_rollout_is_stale() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
@@ -219,7 +219,7 @@ def test_staleness_per_group_drops_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_replay_of_a_step_reproduces_the_trained_part_of_each_group(seed: int) -> None:
+def test_recorded_step_determines_which_rollouts_of_each_group_were_trained(seed: int) -> None:
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
@@ -256,15 +256,15 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
 
 
 def late(**changes: Any) -> list[int]:
-    """Return the orders for which step 3 waits. A step takes two groups.
+    """Return the prompt orders for whose groups step 3 waits; each step trains on two groups.
 
-    Orders 0 to 3 may train up to step 3, and orders 4 to 7 up to step 4.
+    The groups of orders 0 to 3 may train at step 3 at the latest, those of orders 4 to 7 at step 4.
     """
     given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
 
-def test_step_waits_for_orders_that_would_be_too_old_for_any_later_step() -> None:
+def test_step_waits_for_groups_that_would_be_too_old_for_any_later_step() -> None:
     assert late() == [2, 3]
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
@@ -273,20 +273,20 @@ def test_step_waits_for_orders_that_would_be_too_old_for_any_later_step() -> Non
     assert late(ledger=ended) == []
 
 
-def test_step_does_not_wait_for_orders_whose_groups_have_arrived() -> None:
+def test_step_does_not_wait_for_groups_that_have_already_arrived() -> None:
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
     assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
 
 
-def test_step_waits_for_no_order_if_the_directive_has_no_deadlines() -> None:
+def test_step_waits_for_no_overdue_group_if_the_directive_has_no_deadlines() -> None:
     given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_step_waits_only_if_the_remaining_orders_cannot_all_train_in_time(seed: int) -> None:
+def test_step_waits_only_if_otherwise_some_group_could_not_train_before_it_is_too_old(seed: int) -> None:
     noise = random.Random(seed)
     issued, step, per = noise.randrange(1, 10), 5, noise.choice([1, 2])
     marks = [(0, noise.randrange(4, 8))]
@@ -301,12 +301,14 @@ def test_step_waits_only_if_the_remaining_orders_cannot_all_train_in_time(seed: 
     found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
     assert not (found and in_time), "whoever is in time is not waited for"
     assert not set(found) & set(here)
-    if not in_time and not found:  # all orders that would be too late have already arrived
+    if not in_time and not found:  # then the groups of all orders that would be too late must have arrived already
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 
 
-def test_wait_for_overdue_orders_ends_at_its_limit_and_names_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_stops_waiting_for_overdue_groups_at_a_time_limit_and_logs_their_orders(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [100.0]
     wait = OverdueWait(60.0, clock=lambda: now[0])
     assert not wait.must_wait([], step=4)

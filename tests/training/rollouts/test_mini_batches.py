@@ -1,4 +1,4 @@
-"""Mini-batches: each group is in one per epoch, all have similar numbers of tokens, and seeds determine the choice."""
+"""In each epoch, every group is in one mini-batch, which the seed decides; mini-batches have similar token counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @pytest.mark.parametrize("case", range(60))
-def test_each_group_is_in_one_mini_batch_and_mini_batches_have_balanced_tokens(case: int) -> None:
+def test_each_group_is_in_one_mini_batch_and_all_mini_batches_have_similar_numbers_of_tokens(case: int) -> None:
     draw = rng.generator(case, "sizes")
     count = int(draw.integers(1, 9))
     sizes = np.ceil(np.exp(draw.normal(4.0, 1.5, int(draw.integers(count, 80))))).astype(int).tolist()
@@ -42,13 +42,13 @@ def test_assignment_to_mini_batches_depends_on_seed_version_and_epoch() -> None:
     assert all(other != dealt() for other in others) and others[0] != others[1] != others[2]
 
 
-def test_long_group_gets_a_mini_batch_with_as_many_groups_as_the_others() -> None:
-    """Greedy assignment to the smallest mini-batch would leave the long group alone."""
+def test_mini_batch_with_a_long_group_has_as_many_groups_as_the_other_mini_batches() -> None:
+    """If each group went to the mini-batch with the fewest tokens, the long group would be alone in its mini-batch."""
     parts = deal([1000, *[1] * 19], 4, rng.generator(0, "long"))
     assert [len(part) for part in parts] == [5] * 4
 
 
-def test_mini_batches_do_not_outnumber_groups_with_tokens_to_train() -> None:
+def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train() -> None:
     mini_batching = MiniBatching(mini_batches=4)
     assert [
         len(mini_batching.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])
@@ -97,7 +97,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_all_columns(width: int) -> None:
+def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_unchanged_tokens_and_columns(width: int) -> None:
     batch = whole(width=width)
     expected = {
         member: segment
@@ -129,8 +129,8 @@ def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_all_columns(w
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
-def test_token_weights_of_a_mini_batch_equal_those_of_a_batch_of_its_groups(objective: Any) -> None:
-    """Advantages come from the whole batch; for whole groups the result is the same."""
+def test_token_weights_of_a_mini_batch_equal_those_of_a_separate_batch_of_the_same_groups(objective: Any) -> None:
+    """A mini-batch has the advantages of the whole batch; because it consists of whole groups, they are the same."""
     groups, batch = ragged_batch(), whole(objective)
     for epoch, number, part in batch.mini_batches():
         its = part.partition.portions(epoch)[number]
@@ -152,7 +152,7 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
     return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
 
 
-def test_single_optimizer_step_uses_the_batch_as_packed() -> None:
+def test_batch_with_a_single_optimizer_step_is_not_packed_again() -> None:
     plain = build(ragged_batch(), objective=resolve("grpo"), token_budget=40, producing=1)
     ((epoch, number, part),) = plain.mini_batches()
     assert (epoch, number) == (0, 0) and part.packed == plain.packed
@@ -169,11 +169,11 @@ def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> 
         assert again.num_segments == batch.num_segments
 
 
-def test_optimizer_steps_are_numbered_consecutively_through_the_run() -> None:
+def test_optimizer_steps_are_numbered_consecutively_over_all_batches_of_a_run() -> None:
     assert whole().optimizer_steps == range(12, 24)
 
 
-def test_target_kl_is_exceeded_only_if_it_is_set_and_the_kl_is_known() -> None:
+def test_target_kl_counts_as_exceeded_only_if_it_is_set_and_the_measured_kl_is_above_it() -> None:
     bound = MiniBatching(epochs=2, target_kl=0.1)
     assert [bound.exceeded(kl) for kl in (None, 0.1, 0.11)] == [False, False, True]
     assert not MiniBatching(epochs=2).exceeded(9.0)

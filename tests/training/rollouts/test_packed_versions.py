@@ -1,4 +1,4 @@
-"""The column `behavior_versions`: each sampled token has the version of its span, across turns and micro-batches."""
+"""The column `behavior_versions` has, for each sampled token, the model version that sampled it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from tests.fakes.rollouts import rollout
 
 
-def test_behavior_versions_of_tokens_follow_version_spans_across_turns() -> None:
+def test_behavior_version_of_each_packed_token_is_the_model_version_that_sampled_it() -> None:
     two_turns = replace(
         rollout(),
         turns=(

@@ -1,4 +1,4 @@
-"""Packing puts every column of every rollout where `MicroBatch` promises it."""
+"""Rollouts are packed into micro-batches whole, once and within a token budget, with work balanced between ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def expected(member: WeightedRollout) -> dict[str, list[float]]:
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_every_rollout_is_packed_whole_and_once(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
+def test_every_rollout_is_packed_once_and_undivided(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
     members = weighted(sizes)
     packed = pack(members, token_budget=budget, width=width)
     got = sorted((s for batch, _ in packed for s in unpack(batch)), key=lambda s: s["token_ids"])
@@ -63,7 +63,7 @@ def test_every_rollout_is_packed_whole_and_once(sizes: list[tuple[int, int]], bu
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_micro_batch_exceeds_the_token_budget_only_for_a_single_long_rollout(
+def test_micro_batch_exceeds_its_token_budget_only_if_it_consists_of_a_single_rollout(
     sizes: list[tuple[int, int]], budget: int, width: int
 ) -> None:
     for batch, _ in pack(weighted(sizes), token_budget=budget, width=width):
@@ -71,10 +71,10 @@ def test_micro_batch_exceeds_the_token_budget_only_for_a_single_long_rollout(
 
 
 @given(SIZES, st.integers(10, 100), st.integers(2, 5))
-def test_no_trainer_rank_is_idle_if_there_are_rollouts_for_each(
+def test_every_trainer_rank_gets_a_micro_batch_if_there_are_enough_rollouts(
     sizes: list[tuple[int, int]], budget: int, width: int
 ) -> None:
-    """The last round may have fewer micro-batches only if no micro-batch can be split further."""
+    """The number of micro-batches is a multiple of the number of ranks, unless a micro-batch is a single rollout."""
     packed = pack(weighted(sizes), token_budget=budget, width=width)
     if len(packed) % width:
         assert any(len(numbers) == 1 for _, numbers in packed), "a bin that could be halved was not"
@@ -82,8 +82,10 @@ def test_no_trainer_rank_is_idle_if_there_are_rollouts_for_each(
         assert len(packed) >= width
 
 
-def test_packing_balances_work_between_trainer_ranks_in_total_and_per_micro_batch() -> None:
-    """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other."""
+def test_packing_balances_the_work_of_trainer_ranks_in_total_and_per_micro_batch() -> None:
+    """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other
+    after every micro-batch.
+    """
     lock_step = []
     for seed in range(20):
         lengths = np.clip(rng.generator(seed, "lengths").lognormal(6.5, 1.0, 512), 16, 8192).astype(int).tolist()
@@ -112,7 +114,7 @@ def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit() -> None:
         assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
 
 
-def test_environment_turns_are_packed_as_context_and_do_not_train() -> None:
+def test_environment_tokens_between_turns_are_packed_as_context_and_do_not_train() -> None:
     first, second = rollout(prompt=[1], sampled=[2, 3]).turns[0], rollout(prompt=[4, 5], sampled=[6]).turns[0]
     base = rollout()
     two_turns = Rollout(

@@ -1,4 +1,4 @@
-"""The rollout reader and the controller link: offsets lose no untrained group, and later epochs fence earlier ones."""
+"""The trainer's rollout reader loses no untrained group at a restart; a later trainer epoch locks out earlier ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
-    """Append groups to the partition as an actor does, under entry ids that the actor chooses."""
+    """Append groups to an actor's rollout stream as the actor does, with entry ids that the actor chooses."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
@@ -66,11 +66,11 @@ def directive(answers: str) -> Directive:
 
 
 def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
-    """Return the offsets that a checkpoint stores while the groups `untrained` wait to be trained."""
+    """Return the stream offsets that a checkpoint stores while the groups with these indices are untrained."""
     return reader.safe_offsets(lambda index: index in untrained)
 
 
-async def test_reader_finds_new_rollout_partitions_as_actors_join(stream: MemoryStream) -> None:
+async def test_rollout_reader_reads_the_streams_of_actors_that_join_later(stream: MemoryStream) -> None:
     reader = await started(stream)
     await put(stream, A, 1)
     assert await indices(reader) == [1]
@@ -84,7 +84,7 @@ async def test_reader_finds_new_rollout_partitions_as_actors_join(stream: Memory
     ("untrained", "again"),
     [((), []), ((4,), [4]), ((2,), [2, 3, 4]), ((1, 4), [1, 2, 3, 4]), ((3, 12), [3, 4, 12]), ((11,), [11, 12])],
 )
-async def test_groups_untrained_at_a_checkpoint_are_read_again_after_a_restart(
+async def test_groups_that_were_untrained_at_a_checkpoint_are_read_again_after_a_restart(
     stream: MemoryStream, untrained: tuple[int, ...], again: list[int]
 ) -> None:
     await put(stream, A, 1, 2, 3, 4)
@@ -95,7 +95,9 @@ async def test_groups_untrained_at_a_checkpoint_are_read_again_after_a_restart(
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_checkpoint_offset_advances_past_groups_trained_since_the_last_one(stream: MemoryStream) -> None:
+async def test_stream_offset_in_a_checkpoint_advances_past_groups_trained_since_the_last_checkpoint(
+    stream: MemoryStream,
+) -> None:
     await put(stream, A, 1, 2)
     reader = await started(stream)
     await indices(reader)
@@ -103,8 +105,12 @@ async def test_checkpoint_offset_advances_past_groups_trained_since_the_last_one
     assert safe(reader)[A] == await stream.last_id(A)
 
 
-async def test_checkpoint_offset_skips_neither_of_two_copies_of_a_waiting_group(stream: MemoryStream) -> None:
-    """The first copy may wait while the second is dropped, or the first may come from abandoned weights."""
+async def test_stream_offset_in_a_checkpoint_skips_neither_of_two_copies_of_an_untrained_group(
+    stream: MemoryStream,
+) -> None:
+    """Either copy may be the one that trains: a second copy is usually dropped, but a first may come from abandoned
+    weights.
+    """
     await put(stream, A, 1, 2, 1)
     reader = await started(stream)
     await indices(reader)
@@ -112,7 +118,7 @@ async def test_checkpoint_offset_skips_neither_of_two_copies_of_a_waiting_group(
     assert await indices(await started(stream, saved)) == [1, 2, 1]
 
 
-async def test_stream_offsets_of_another_server_are_ignored(stream: MemoryStream) -> None:
+async def test_stream_offsets_saved_for_another_stream_server_are_ignored(stream: MemoryStream) -> None:
     await put(stream, A, 1)
     reader = await started(stream)
     await indices(reader)
@@ -138,7 +144,7 @@ async def test_trimming_drops_only_stream_entries_that_no_checkpoint_needs(strea
     assert await indices(await started(stream, saved)) == [3]
 
 
-async def test_unreadable_stream_entries_go_to_the_dead_letters(stream: MemoryStream) -> None:
+async def test_unreadable_entries_are_moved_to_the_dead_letter_stream_by_the_trainer(stream: MemoryStream) -> None:
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
     reader = await started(stream)
@@ -151,7 +157,7 @@ async def test_unreadable_stream_entries_go_to_the_dead_letters(stream: MemorySt
     assert await indices(await started(stream, saved)) == []
 
 
-async def test_restarted_reader_ignores_directives_from_before_its_start(stream: MemoryStream) -> None:
+async def test_restarted_trainer_ignores_directives_from_before_its_start(stream: MemoryStream) -> None:
     await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
@@ -159,7 +165,7 @@ async def test_restarted_reader_ignores_directives_from_before_its_start(stream:
     assert (await reader.read(block_s=0.0)).directives == []
 
 
-async def test_stream_server_keeps_its_identity_across_readers(stream: MemoryStream) -> None:
+async def test_identity_of_a_stream_server_is_the_same_for_all_rollout_readers(stream: MemoryStream) -> None:
     first, second = await started(stream), await started(stream)
     names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]
@@ -196,7 +202,7 @@ def said(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_controller_link_yields_the_first_answer_and_unsolicited_directives_in_order(
+async def test_trainer_gets_the_first_answer_to_its_report_and_unsolicited_directives_in_order(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)
@@ -209,7 +215,7 @@ async def test_controller_link_yields_the_first_answer_and_unsolicited_directive
     assert said([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_controller_link_reads_rollouts_only_after_the_controllers_first_answer(
+async def test_trainer_reads_no_rollouts_before_the_controllers_first_answer(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)
@@ -221,7 +227,7 @@ async def test_controller_link_reads_rollouts_only_after_the_controllers_first_a
     assert [each.index for each in arrivals.groups] == [3] and said([arrivals]) == ["e2-step-1"]
 
 
-async def test_trainer_report_is_resent_until_the_deadline(
+async def test_trainer_sends_an_unanswered_report_again_until_the_deadline(
     stream: MemoryStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_reader, "RESEND_S", 0.05)
@@ -232,7 +238,7 @@ async def test_trainer_report_is_resent_until_the_deadline(
     assert 2 <= await stream.length(REPORTS) <= 6
 
 
-async def test_trainer_link_is_fenced_by_a_later_epoch(stream: MemoryStream) -> None:
+async def test_trainer_of_an_earlier_epoch_gets_an_error_once_a_later_epoch_has_begun(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "ready-me")
     await answered(link, READY)

@@ -1,4 +1,4 @@
-"""Routed experts from rollouts to micro-batches: positions, missing experts, and plausibility checks."""
+"""The experts to which an engine routed each token: their place in micro-batches, missing ones, and validity checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_packing_keeps_the_routed_experts_of_each_token() -> None:
         np.testing.assert_array_equal(routed_column(batch), expected(one))
 
 
-def test_separated_and_rejoined_segments_keep_their_routed_experts() -> None:
+def test_segments_that_are_separated_and_rejoined_keep_their_routed_experts() -> None:
     given = routed_group(0, rewards=(0.0, 1.0, 0.5))
     batch = alone(given.rollouts)
     parts = apart(batch)
@@ -55,7 +55,7 @@ def test_separated_and_rejoined_segments_keep_their_routed_experts() -> None:
     np.testing.assert_array_equal(routed_column(cut.micro_batch), routed_column(batch)[[0, 1, 2, 4, 5, 6, 7]])
 
 
-def test_batch_has_no_expert_column_if_experts_are_missing_or_differ_in_shape() -> None:
+def test_micro_batch_has_no_routed_experts_if_some_rollouts_lack_them_or_their_shapes_differ() -> None:
     mixed = (*routed_group(0).rollouts, *group(0).rollouts)
     assert alone(mixed).routed_experts is None
     other = (*routed_group(0).rollouts, *routed_group(0, layers=3).rollouts)
@@ -73,7 +73,7 @@ def test_batch_has_no_expert_column_if_experts_are_missing_or_differ_in_shape() 
         (routed_group(0, experts=40), r"must lie in 0\.\.3, got \d+"),
     ],
 )
-def test_group_with_implausible_routed_experts_is_faulty(given: RolloutGroup, said: str) -> None:
+def test_group_with_missing_or_impossible_routed_experts_is_reported_as_faulty(given: RolloutGroup, said: str) -> None:
     fault = fault_of(given, vocab_size=None, routing=ROUTING)
     assert (not fault) if not said else re.search(said, fault), fault
 
@@ -88,7 +88,7 @@ def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
     )
 
 
-def test_groups_without_routed_experts_are_filtered_if_routing_is_replayed() -> None:
+def test_groups_with_missing_or_impossible_routed_experts_are_filtered_if_routing_is_replayed() -> None:
     ended: list[Any] = []
     waiting = batcher(ROUTING, ended)
     for each in (routed_group(0), group(1), routed_group(2, experts=40)):
@@ -98,7 +98,7 @@ def test_groups_without_routed_experts_are_filtered_if_routing_is_replayed() -> 
 
 
 def test_routed_experts_are_removed_if_routing_is_not_replayed() -> None:
-    """A run that resumes with replay disabled still reads groups that have experts."""
+    """A run that resumes with routing replay disabled still reads groups that contain routed experts."""
     waiting = batcher(None, [])
     waiting.offer(routed_group(0))
     (taken,) = waiting.take(StepBudget(rollouts=2), producing=1, bounds=StalenessBounds(1, 8)) or []

@@ -1,4 +1,4 @@
-"""Branching episodes: each sampled token trains once, an episode weighs as one rollout, repeated turns are context."""
+"""Branching episodes are packed as segments (paths from the first turn to a last turn), and each token trains once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_contract.errors import BatchError
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
 VOCAB = 12
-#: Presets that together have terms per token, terms per rollout (a ratio or a weight), and terms of old log-probs.
+#: Presets that together cover loss terms per token, terms per rollout (a ratio or a weight), and old log-probs.
 CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
 
 
@@ -39,7 +39,9 @@ def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
 
 
 def forked(reward: float = 0.0) -> Rollout:
-    """Return an episode whose first turn has two replies, the second with one more turn, and a separate history."""
+    """Return an episode in which two turns continue the first turn, a turn continues the second of them, and another
+    conversation is separate.
+    """
     return episode(
         [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
         (ROOT, 0, 0, 2, ROOT),
@@ -86,7 +88,7 @@ def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], object
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_segments_of_a_branching_episode_are_the_paths_to_its_last_turns() -> None:
+def test_segments_of_a_branching_episode_are_the_paths_from_its_first_to_its_last_turns() -> None:
     one = forked()
     numbers = {id(turn): number for number, turn in enumerate(one.turns)}
     paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
@@ -96,7 +98,7 @@ def test_segments_of_a_branching_episode_are_the_paths_to_its_last_turns() -> No
     assert one.num_sampled_tokens == 9 and one.num_tokens == 7 + 9 + 5
 
 
-def test_linear_episode_is_one_segment_with_and_without_parents() -> None:
+def test_linear_episode_is_one_segment_whether_or_not_it_lists_the_parents_of_its_turns() -> None:
     one = linear()
     ((turns, trained),) = one.segments
     assert turns == one.turns and list(trained) == [0, 1, 2]
@@ -106,7 +108,7 @@ def test_linear_episode_is_one_segment_with_and_without_parents() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Rollout]:
-    """Draw rollouts with up to 8 turns in any tree shape; every token is a different number."""
+    """Draw rollouts whose turns, at most 8 each, form any tree; every token of the draw has another id."""
     made, number = [], 0
     for _ in range(draw(st.integers(1, 6))):
         turns = []
@@ -121,7 +123,7 @@ def trees(draw: st.DrawFn) -> list[Rollout]:
 
 @given(trees(), st.integers(5, 80), st.integers(1, 3), st.sampled_from(Splitting))
 @settings(max_examples=100, deadline=None)
-def test_each_sampled_token_of_branching_episodes_trains_once_after_its_full_context(
+def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_before_it_as_context(
     rollouts: list[Rollout], budget: int, width: int, split: Splitting
 ) -> None:
     weighted = [
@@ -158,7 +160,9 @@ def test_each_sampled_token_of_branching_episodes_trains_once_after_its_full_con
 
 @given(trees(), st.integers(5, 80))
 @settings(max_examples=30, deadline=None)
-def test_every_epoch_packs_the_same_tokens_of_branching_episodes(rollouts: list[Rollout], budget: int) -> None:
+def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes(
+    rollouts: list[Rollout], budget: int
+) -> None:
     right, wrong = (rollout(reward=reward).verdict for reward in (1.0, 0.0))
     groups = [
         replace(group(number), rollouts=(replace(one, verdict=right), replace(one, verdict=wrong)))
@@ -181,7 +185,9 @@ def test_every_epoch_packs_the_same_tokens_of_branching_episodes(rollouts: list[
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("budget", [1000, 14, 1])
-def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: str, budget: int, trainer: BigramTrainer) -> None:
+def test_gradient_does_not_depend_on_whether_an_episode_is_stored_as_a_tree_or_as_separate_paths(
+    choice: str, budget: int, trainer: BigramTrainer
+) -> None:
     objective = resolve(choice, max_tokens=8)
     whole = gradient(trainer, batch_of(episodes(), objective).micro_batches, objective)
     assert np.abs(whole).max() > 1e-3
@@ -191,7 +197,7 @@ def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: str, budge
 
 
 def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: turns that a later segment repeats as context train again."""
+    """Deliberate fault: turns that a later segment repeats as context are trained again."""
     for packed in batch.packed:
         mask = packed.micro_batch.loss_mask.copy()
         weights, advantages = packed.micro_batch.weights.copy(), packed.micro_batch.advantages.copy()
@@ -210,7 +216,7 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: environment tokens train as if the model had sampled them."""
+    """Deliberate fault: environment tokens are trained as if the model had sampled them."""
     for packed in batch.packed:
         its = packed.micro_batch
         owners = np.array(batch.rollouts_of(0))[its.segment_ids]
@@ -225,7 +231,7 @@ def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: each segment weighs as a whole rollout."""
+    """Deliberate fault: each segment gets the weight of a whole rollout."""
     for packed in batch.packed:
         its = packed.micro_batch
         counts = np.bincount(its.segment_ids, its.loss_mask, minlength=its.num_segments)
@@ -234,7 +240,7 @@ def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: a rollout-level term is computed for each segment."""
+    """Deliberate fault: a loss term per rollout is computed for each segment instead."""
     for packed in batch.packed:
         yield replace(packed.micro_batch, rollout_ids=None)
 
@@ -249,7 +255,7 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         (_a_ratio_for_each_segment, "topr"),
     ],
 )
-def test_faulty_packings_of_branching_episodes_change_the_gradient(
+def test_deliberate_faults_in_the_packing_of_branching_episodes_change_the_gradient(
     mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
 ) -> None:
     objective = resolve(choice)
@@ -260,7 +266,7 @@ def test_faulty_packings_of_branching_episodes_change_the_gradient(
 
 
 def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
-    """In a bigram model, a token's row has a gradient only if the model sampled the next token."""
+    """In a bigram model, the weights of a token have a gradient only if the model sampled the token after it."""
     objective = resolve("grpo")
     tree = episode([((0, 1), (2,)), ((7, 8, 9), (3,)), ((10, 11), (4,))], (ROOT, 0, 0))
     made = replace(group(0), rollouts=(tree, rollout(reward=0.0, prompt=(0, 1), sampled=(5,), logprob=-2.0)))
@@ -271,7 +277,7 @@ def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
 # --- what follows rollouts through a step ----------------------------------------------------------------------------
 
 
-def test_branching_episode_has_the_token_weight_of_one_rollout() -> None:
+def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout() -> None:
     objective = resolve("grpo")
     batch = batch_of(episodes(), objective)
     totals = np.zeros(5)
@@ -280,7 +286,7 @@ def test_branching_episode_has_the_token_weight_of_one_rollout() -> None:
     np.testing.assert_allclose(totals, [1 / 6] * 3 + [1 / 4] * 2, rtol=1e-6)
 
 
-def test_tokens_of_branching_episodes_keep_their_version_and_behavior_logprob() -> None:
+def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavior_logprob() -> None:
     (its,) = batch_of([replace(group(0), rollouts=(forked(), linear()))], resolve("grpo")).micro_batches
     assert its.behavior_versions is not None
     mask, versions = its.loss_mask, its.behavior_versions
@@ -304,7 +310,7 @@ def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
 
 
-def test_turn_credit_gives_each_turns_tokens_their_reward_to_go_in_every_segment() -> None:
+def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_segment_they_train() -> None:
     objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
     tree = (ROOT, 0, 0, ROOT)
     turns = [((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8)), ((9,), (10,))]
@@ -323,13 +329,13 @@ def test_turn_credit_gives_each_turns_tokens_their_reward_to_go_in_every_segment
             strict=True,
         )
     }
-    # The rewards to go are 2, 1.5, 1.5 and 0.5; the other episode has none.
+    # The rewards to go of the four turns are 2, 1.5, 1.5 and 0.5; the group's other episode has no rewards.
     to_go = {2: 2.0, 3: 2.0, 5: 1.5, 7: 1.5, 8: 1.5, 10: 0.5}
     expected = {(owner, token): (0.5 - owner) * amount for owner in (0, 1) for token, amount in to_go.items()}
     assert got == pytest.approx(expected)
 
 
-def test_group_with_equal_totals_has_signal_for_turn_credit_if_turn_rewards_differ() -> None:
+def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_of_turns_differ() -> None:
     turns = [((0, 1), (2,)), ((4,), (5,))]
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))

@@ -1,4 +1,4 @@
-"""Several losses in one batch: its gradient is the sum of those of separate batches, each with its own denominator."""
+"""A batch with several losses has the sum of the gradients that separate batches, one for each loss, would have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_contract.host_weights import bytes_of
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
 
-#: With this epsilon and learning rate, the first step of AdamW moves each weight by its gradient.
+#: Both epsilon and learning rate of AdamW: with this value, its first step changes each weight by its gradient.
 LINEAR = 1e7
 DISTILLATION = resolve("on_policy_distillation")
 LOSSES = DomainLosses(
@@ -39,7 +39,7 @@ LOSSES = DomainLosses(
 
 
 def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
-    """Return groups of random domains and lengths; every sampled token has its own id."""
+    """Return `count` groups of random domains and lengths; every sampled token has a different id."""
     groups, token = [], 100
     for index in range(count):
         domain = ("rl", "kl", "ce")[index % 3 if index < 3 else int(draw.integers(3))]
@@ -61,12 +61,12 @@ def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
 
 
 def column(batch: MicroBatch, number: int) -> np.ndarray:
-    """Return log-probs [T] that depend only on each token's id."""
+    """Return random log-probs [T] that depend only on each token's id and on `number`."""
     return np.array([-generator(number, "logprob", int(token)).exponential() for token in batch.token_ids], np.float32)
 
 
 def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[MicroBatch]) -> dict[int, float]:
-    """Return d loss / d log-prob of each trained token by its id, without tokens of zero gradient."""
+    """Return d loss / d log-prob by token id, for all tokens whose gradient is not zero."""
     made: dict[int, float] = {}
     for each in batches:
         given = with_columns(each, {"ref_logprobs": column(each, 1)})
@@ -114,7 +114,7 @@ def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(se
                 assert made[token] == pytest.approx(expected, rel=1e-4)
 
 
-def test_token_weights_of_each_loss_sum_to_its_factor_in_every_mini_batch() -> None:
+def test_token_weights_of_each_loss_add_up_to_the_losss_weight_in_every_mini_batch() -> None:
     groups = mixed(generator(3, "streams"), count=12)
     batch = build(
         groups,
@@ -200,7 +200,7 @@ RECIPE = ['domains.short_words.loss="ce"', "domains.short_words.loss_weight=0.5"
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_step_with_three_losses_adds_their_gradients(kind: str) -> None:
+def test_step_with_three_losses_adds_the_gradients_of_the_losses(kind: str) -> None:
     demonstrations = demonstrations_of(load("tiny", RECIPE))
     assert demonstrations is not None
     rl, kl = [spelled("rl", 0), spelled("rl", 1)], [spelled("kl", 2), spelled("kl", 3)]
@@ -216,7 +216,7 @@ def test_step_with_three_losses_adds_their_gradients(kind: str) -> None:
     assert 0.1 < figures["ce_loss"] < 5 and "kl_reference" not in figures and "ce_loss" not in plain
 
 
-def test_critic_learns_nothing_from_tokens_without_rewards() -> None:
+def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards() -> None:
     batch = build(
         [spelled("rl", 0), spelled("kl", 1)], objective=resolve("ppo"), token_budget=64, producing=1, losses=LOSSES
     )
@@ -229,7 +229,7 @@ def test_critic_learns_nothing_from_tokens_without_rewards() -> None:
     assert np.array_equal(weighed.loss_mask, rewarded) and weighed.weights.sum() == pytest.approx(1.0)
 
 
-def test_group_with_equal_rewards_trains_if_its_domains_loss_reads_no_rewards() -> None:
+def test_group_with_equal_rewards_trains_if_the_loss_of_its_domain_reads_no_rewards() -> None:
     equal = replace(group(0, rewards=(0.0, 0.0)), domain="kl")
     for losses, expected in ((LOSSES, True), (DomainLosses(), False)):
         assert signal_of(resolve("grpo"), losses)(equal) is expected
@@ -256,7 +256,7 @@ def test_demonstrations_longer_than_the_token_limit_are_left_out() -> None:
     assert none.groups(0) == [] == none.micro_batches(0, width=1)
 
 
-def test_losses_and_demonstrations_are_read_from_the_domains_of_the_recipe() -> None:
+def test_recipe_sets_the_loss_and_the_demonstrations_of_each_domain() -> None:
     assert demonstrations_of(load("tiny")) is None and losses_of(load("tiny")).others == ()
     config = load("tiny", [*RECIPE, 'domains.long_words.loss="ref_kl"', "domains.long_words.group_size=1"])
     assert losses_of(config).others == (Loss.CE, Loss.REF_KL) and losses_of(config).passes == {"ref_logprobs"}

@@ -1,4 +1,4 @@
-"""Run all attacks on the default sandbox as an unprivileged user; print as JSON the attacks that it did not stop."""
+"""Run all attacks on the default sandbox as an unprivileged user; print the attacks that succeeded as JSON."""
 
 from __future__ import annotations
 

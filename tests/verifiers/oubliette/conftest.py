@@ -1,4 +1,4 @@
-"""One sandbox of the default tier, shared by a process's tests, which are skipped where it is unavailable."""
+"""Fixture of a sandbox of the default isolation tier, shared by a process's tests; they are skipped without it."""
 
 from __future__ import annotations
 

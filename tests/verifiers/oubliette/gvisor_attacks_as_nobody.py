@@ -1,6 +1,6 @@
-"""Run all attacks on the strong tier as an unprivileged user; print as JSON the attacks that were not stopped.
+"""Run all attacks on the strong sandbox (gVisor) as an unprivileged user; print the attacks that succeeded as JSON.
 
-The argument names this user's delegated control groups, which the parent process removes.
+The argument is the name of the control groups that were delegated to this user; the parent process removes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOBODY = 65534
 
 
 def handed_on(name: str) -> list[Path]:
-    """Return the paths, one per hierarchy, of the control group `name` below this process's control group."""
+    """Return the paths of the control group `name` below this process's own control group, one for each hierarchy."""
     where = control_groups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [] if where is None else [place / name for place in where.places]
 

@@ -1,4 +1,4 @@
-"""Comparison of outputs with answers, and results of custom checkers."""
+"""Checkers decide whether a program's output matches the expected answer; custom checkers are programs themselves."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def checker(protocol: Protocol) -> CustomChecker:
         (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
     ],
 )  # fmt: skip
-def test_results_of_testlib_checkers_are_parsed(found: ProgramResult, share: float | None) -> None:
+def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(
+    found: ProgramResult, share: float | None
+) -> None:
     _said(checker(Protocol.TESTLIB), found, share)
 
 
@@ -84,7 +86,9 @@ def test_results_of_testlib_checkers_are_parsed(found: ProgramResult, share: flo
         (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
     ],
 )  # fmt: skip
-def test_results_that_checkers_print_are_parsed(found: ProgramResult, share: float | None) -> None:
+def test_number_that_a_checker_prints_is_translated_to_a_score_or_a_failure(
+    found: ProgramResult, share: float | None
+) -> None:
     _said(checker(Protocol.PRINTED), found, share)
 
 
@@ -96,7 +100,7 @@ def _said(asked: CustomChecker, found: ProgramResult, share: float | None) -> No
         assert asked.share(found) == share
 
 
-def test_order_of_a_checkers_file_arguments_follows_its_protocol() -> None:
+def test_checker_gets_its_file_arguments_in_the_order_of_its_protocol() -> None:
     for protocol, order in (
         (Protocol.TESTLIB, ("input.txt", "output.txt", "answer.txt")),
         (Protocol.PRINTED, ("input.txt", "answer.txt", "output.txt")),

@@ -1,4 +1,4 @@
-"""Reading of test cases in the layouts of public data sets, and extraction of the program from an answer."""
+"""Test cases are read in the layouts of public data sets, and the program is extracted from a model's answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_layouts_of_tests_in_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
+def test_cases_are_read_in_the_layouts_of_public_data_sets(metadata: dict[str, Any]) -> None:
     assert read(**metadata).tests == WANTED
 
 
@@ -91,7 +91,7 @@ def test_limits_and_checkers_are_read_from_a_problems_metadata() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_inputs_and_outputs_of_tests_may_be_links() -> None:
+def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_contents() -> None:
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}

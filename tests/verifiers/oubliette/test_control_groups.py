@@ -1,4 +1,4 @@
-"""Control groups: discovery, accounting by the kernel, and removal."""
+"""Linux control groups of sandboxed programs are found, limit and account for their processes, and are removed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_control_group_paths_are_found_from_mounts_and_the_own_group(
+def test_control_group_paths_are_derived_from_the_mounts_and_the_own_processs_group(
     mounts: str, own: str, places: tuple[int, str, str, str | None] | None
 ) -> None:
     found = find(mounts, own)
@@ -55,10 +55,10 @@ def test_control_group_paths_are_found_from_mounts_and_the_own_group(
         assert found == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
-def test_files_of_version_two_control_groups_are_written_and_read(
+def test_limits_and_statistics_of_version_two_control_groups_are_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain files stand in for a unified hierarchy, since test machines do not delegate memory."""
+    """Plain files stand in for a real version 2 hierarchy, whose memory controller test machines do not delegate."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
     (folder,) = tmp_path.iterdir()
@@ -71,13 +71,13 @@ def test_files_of_version_two_control_groups_are_written_and_read(
     assert (group.oom_kills(), group.cpu_s()) == (3, 1.25)
     assert group.entering(["run"])[4:] == ("1", f"{folder}/cgroup.procs", "run")
     for file in folder.iterdir():
-        file.unlink()  # the kernel's own files do not prevent rmdir, but plain files would
+        file.unlink()  # plain files would prevent rmdir, unlike the kernel's files in a real control group
     group.close()
     assert not folder.exists()
 
 
-def test_version_two_control_group_kills_all_its_processes_at_once(where: Hierarchies) -> None:
-    """The test uses a real unified hierarchy, if one is mounted in addition to version 1."""
+def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hierarchies) -> None:
+    """The test uses a real version 2 hierarchy, if one is mounted in addition to version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
         pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
@@ -122,7 +122,7 @@ def groups_of(pid: int, where: Hierarchies) -> set[Path]:
     return {group for place in where.places for group in place.glob(f"oubliette-{pid}-*")}
 
 
-def test_sandbox_slot_has_a_control_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) -> None:
+def test_sandboxed_programs_have_a_control_group_until_the_sandbox_is_closed(where: Hierarchies, slot: Sandbox) -> None:
     before = groups_of(os.getpid(), where)
     assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
@@ -132,7 +132,7 @@ def test_sandbox_slot_has_a_control_group_until_it_is_closed(where: Hierarchies,
     assert not groups_of(os.getpid(), where) & mine
 
 
-#: Each child uses a little time and is reaped, so the process table no longer shows that time.
+#: A program whose children each use some CPU time and are reaped, so that the process table no longer shows that time.
 _REAPED = b"""
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -147,7 +147,7 @@ while True:
 """
 
 
-def test_cpu_time_of_reaped_child_processes_counts_towards_the_limit(slot: Sandbox) -> None:
+def test_cpu_time_of_ended_child_processes_counts_towards_a_sandboxed_programs_limit(slot: Sandbox) -> None:
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
     result = slot.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
@@ -165,7 +165,9 @@ def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlG
     yield shares
 
 
-def test_run_that_uses_much_cpu_time_gets_a_lower_cpu_share(weighed: Callable[[ControlGroup | None], int]) -> None:
+def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(
+    weighed: Callable[[ControlGroup | None], int],
+) -> None:
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
@@ -183,12 +185,12 @@ def test_run_that_uses_much_cpu_time_gets_a_lower_cpu_share(weighed: Callable[[C
         endless.result(PATIENCE_S)
 
 
-def test_next_run_of_a_sandbox_slot_gets_the_full_cpu_share_again(
+def test_next_program_in_the_same_sandbox_slot_gets_the_full_cpu_share_again(
     weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._GREEDY_CPU_S", 0.0)
     slot, python = Slot(isolation_of(Tier.DEFAULT, 0)), toolchains.find("python")
-    with ThreadPoolExecutor(1) as thread:  # a guest lives as long as the thread that started it
+    with ThreadPoolExecutor(1) as thread:  # one thread throughout, since a guest ends with the thread that started it
         try:
             asleep = thread.submit(slot.run, python.running(b"import time\ntime.sleep(3600)", b"", Limits(wall_s=3600)))
             until = time.monotonic() + PATIENCE_S
@@ -207,8 +209,10 @@ def test_next_run_of_a_sandbox_slot_gets_the_full_cpu_share_again(
             thread.submit(slot.close).result(PATIENCE_S)
 
 
-def test_out_of_memory_kill_by_the_kernel_is_reported_as_memory(slot: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in memory belong to no process, so only the kernel's accounting sees them."""
+def test_sandboxed_program_killed_by_the_kernel_for_lack_of_memory_has_exceeded_its_memory_limit(
+    slot: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in a memory file system belong to no process, so only the kernel's accounting counts them."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
     assert slot.run(run).succeeded

@@ -1,4 +1,4 @@
-"""The strong sandbox tier: gVisor's configuration of a run, errors read from its log, and runs in it."""
+"""The strong isolation tier of the sandbox, gVisor (`runsc`): its configuration, its errors, and programs run in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.verifiers.oubliette.gvisor_attacks_as_nobody import handed_on
 
 
-def test_gvisor_guest_sees_only_read_only_files_and_its_own_temporary_folder(tmp_path: Path) -> None:
+def test_program_in_gvisor_sees_only_read_only_files_and_its_own_temporary_folder(tmp_path: Path) -> None:
     run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
     gvisor.lay_out(tmp_path, run)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -39,14 +39,14 @@ def test_gvisor_guest_sees_only_read_only_files_and_its_own_temporary_folder(tmp
     assert (tmp_path / "stdin").read_bytes() == b"in"
 
 
-def test_runsc_errors_are_read_from_its_log(tmp_path: Path) -> None:
+def test_errors_of_gvisors_runsc_program_are_read_from_its_log(tmp_path: Path) -> None:
     assert gvisor.troubles(tmp_path) == ""
     lines = ({"level": "warning", "msg": "no"}, {"level": "error", "msg": "starting sandbox: gone"}, 7)
     (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no json\n")
     assert gvisor.troubles(tmp_path) == "starting sandbox: gone"
 
 
-def test_missing_runsc_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_runsc_program_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gvisor, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)

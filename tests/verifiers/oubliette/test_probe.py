@@ -1,4 +1,4 @@
-"""The default sandbox tier stops every attack, and the probe would notice if it did not."""
+"""The probe attacks a sandbox before it is used: the default sandbox stops every attack, and holes are detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _default(number: int) -> Isolation:
     return isolation_of(Tier.DEFAULT, number)
 
 
-def test_table_of_attacks_has_at_least_eighty_distinct_attacks() -> None:
+def test_table_of_attacks_on_the_sandbox_has_at_least_eighty_distinct_attacks() -> None:
     assert len(BY_NAME) == len(ATTACKS) >= 80
     assert sum(attack.at_start for attack in ATTACKS) >= 10
 
@@ -38,7 +38,7 @@ def test_default_sandbox_stops_all_attacks(sandbox: Sandbox) -> None:
 
 
 def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
-    """Attacks that end by a limit are left out, because limits are the same in every tier."""
+    """Attacks that a resource limit stops are not tried, because limits are the same in every tier."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
         probe.opened(Tier.WEAK, at_once=1).close()
@@ -49,7 +49,7 @@ def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
     assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
-def test_weak_sandbox_is_never_used_as_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
         probe.opened(Tier.DEFAULT)
@@ -101,7 +101,7 @@ def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_probe_detects_a_hole_in_the_isolation(sandbox: Sandbox, hole: str) -> None:
+def test_probe_of_a_sandbox_detects_a_hole_in_its_isolation(sandbox: Sandbox, hole: str) -> None:
     make, names = HOLES[hole]
     found = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
     assert [finding.name for finding in found if finding.defence is Defence.ESCAPED] == names
@@ -115,7 +115,7 @@ def test_sandbox_that_does_not_stop_an_attack_is_not_opened(sandbox: Sandbox) ->
         probe.opened(Tier.DEFAULT, at_once=1, isolation=unfiltered)
 
 
-def test_error_of_a_failed_guest_start_shows_the_guests_output(tmp_path: Path) -> None:
+def test_error_for_a_sandbox_that_fails_to_start_shows_its_output(tmp_path: Path) -> None:
     def broken(_: int) -> Isolation:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")

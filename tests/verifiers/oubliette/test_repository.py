@@ -1,4 +1,4 @@
-"""Content-addressed storage: a content is stored once, is intact or missing, and memory is bounded."""
+"""Repositories store contents by their hash: each content once, intact or reported missing, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_content_link_is_recovered_by_parsing_its_text_form(data: bytes) -> None:
+def test_link_to_a_content_is_unchanged_after_conversion_to_text_and_back(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,7 +28,7 @@ def test_content_link_is_recovered_by_parsing_its_text_form(data: bytes) -> None
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_text_that_is_no_content_link_is_rejected(text: str) -> None:
+def test_text_that_is_no_link_to_a_content_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
@@ -41,7 +41,7 @@ def test_equal_contents_are_stored_once_and_shared(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
-def test_damaged_content_is_missing_and_can_be_stored_again(tmp_path: Path) -> None:
+def test_damaged_content_counts_as_missing_and_can_be_stored_again(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = repository.put(b"an answer")
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -66,13 +66,13 @@ def test_compiled_program_can_be_looked_up_by_the_digest_of_its_inputs(tmp_path:
     assert repository.compiled("key") is None
 
 
-def test_repository_error_names_the_unusable_folder(tmp_path: Path) -> None:
+def test_error_for_an_unusable_repository_folder_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the repository must be a writable folder, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
 
 
-def test_transient_repository_is_bounded_and_evicts_the_least_recently_used() -> None:
+def test_repository_in_memory_over_its_size_limit_evicts_the_least_recently_used_contents() -> None:
     repository = TransientRepository(10)
     first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
     assert repository.get(first) == b"aaaa"

@@ -1,4 +1,4 @@
-"""Programs in the sandbox's guests (isolated environments): their endings and limits, and recovery of lost guests."""
+"""Programs run in the sandbox's guests (isolated environments): results, limits, and replacement of killed guests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_sandboxed_program_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
+def test_sandboxed_program_of_each_language_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
     try:
         language = toolchains.find(name)
     except toolchains.ToolchainMissing as error:
@@ -104,19 +104,19 @@ def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox: San
     )
 
 
-def test_output_of_a_run_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
+def test_output_of_a_sandboxed_program_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
     assert len(ended(sandbox, "print('x' * 99, end='')", output_bytes=99).stdout) == 99
     result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
     assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
     assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
 
 
-def test_status_and_output_of_a_program_are_not_mistaken_for_the_guests_own(sandbox: Sandbox) -> None:
+def test_exit_status_and_output_of_a_program_are_not_mistaken_for_those_of_its_sandbox(sandbox: Sandbox) -> None:
     for code in (1, 2, 125, 126, 127, 255):
         assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})").code == code
 
 
-def test_invalid_executable_counts_as_the_programs_failure(sandbox: Sandbox) -> None:
+def test_executable_that_cannot_be_run_in_the_sandbox_counts_as_a_failure_of_the_program(sandbox: Sandbox) -> None:
     result = sandbox.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=LONG))
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
@@ -135,13 +135,13 @@ def test_weak_sandbox_runs_only_python() -> None:
         weak.close()
 
 
-def test_outputs_of_concurrent_runs_do_not_mix(sandbox: Sandbox) -> None:
+def test_outputs_of_concurrent_sandboxed_programs_do_not_mix(sandbox: Sandbox) -> None:
     futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
     assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
 
 
 def _of_this_process(name: str) -> list[int]:
-    """Return the pids of this process's descendants that run the command `name`."""
+    """Return the process ids of those descendants of this process that run the command `name`."""
     found, parents = [], {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -161,8 +161,8 @@ def _of_this_process(name: str) -> list[int]:
     return [pid for pid in found if is_mine(pid)]
 
 
-def test_guest_that_is_killed_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
-    """The guest's pids are collected before the run starts, so that the kill can come at any moment of the run."""
+def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(sandbox: Sandbox) -> None:
+    """The guest's process ids are collected before the run, so that the kill may come at any moment of the run."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
         alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
@@ -172,7 +172,7 @@ def test_guest_that_is_killed_is_replaced_and_its_run_retried(sandbox: Sandbox) 
             assert guest
             future = alone.submit(python("import time\ntime.sleep(0.5)\nprint(2)"))
             for pid in guest:
-                with contextlib.suppress(ProcessLookupError):  # it has already ended, together with the others
+                with contextlib.suppress(ProcessLookupError):  # killing one process of a guest ends its others
                     os.kill(pid, signal.SIGKILL)
             assert future.result(PATIENCE_S).stdout == b"2\n"
         finally:
@@ -193,7 +193,7 @@ def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(sandbox
         alone.submit(python("print(1)"))
 
 
-def test_error_names_an_unavailable_programming_language(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_an_unavailable_programming_language_names_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
         toolchains.find("cobol")
     gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
@@ -226,7 +226,7 @@ def _called(name: str) -> list[str]:
     return found
 
 
-def test_killing_the_process_of_a_sandbox_leaves_no_program_running(sandbox: Sandbox) -> None:
+def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_killed(sandbox: Sandbox) -> None:
     for number in range(3):
         name = f"oub-{os.getpid()}-{number}"[:15]
         service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
@@ -247,8 +247,8 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_long_runs_do_not_block_other_runs_of_the_sandbox(sandbox: Sandbox) -> None:
-    """With one run at a time, three endless runs would block the fourth."""
+def test_long_programs_do_not_block_other_programs_in_the_sandbox(sandbox: Sandbox) -> None:
+    """If the sandbox strictly ran one program at a time, three endless programs would block the fourth."""
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     try:
         endless = [alone.submit(python("while True: pass")) for _ in range(3)]

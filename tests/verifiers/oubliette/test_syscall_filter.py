@@ -1,4 +1,4 @@
-"""The system call filter, interpreted step by step and compared with the table of denied calls."""
+"""The sandbox's system call filter (a BPF program), interpreted by the test, denies exactly the calls in its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ, MMAP, SOCKET, SOCKETPAIR, CLONE, CLONE3, UNSHARE, MOUNT, FORK = 0, 9, 41, 
 
 
 def verdict(program: bytes, number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the kernel's verdict on a call, by interpreting the BPF instructions that the filter uses."""
+    """Return what the kernel does with a call under the filter `program`, by interpreting its BPF instructions."""
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *given)
     held, at = 0, 0
@@ -33,13 +33,13 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
 
 
 def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the verdict on a run's call in a guest: the stricter of the run's filter and the server's."""
+    """Return what the kernel does with a sandboxed program's call, to which the filters of program and server apply."""
     programs = syscall_filter.of_servers(), syscall_filter.of_runs()
     found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
-def test_syscall_filter_allows_and_denies_the_expected_calls() -> None:
+def test_system_call_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(READ) == ALLOWED
     assert [in_a_guest(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
     assert in_a_guest(FORK) == ALLOWED
@@ -49,14 +49,14 @@ def test_syscall_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(457) == in_a_guest(1000) == UNKNOWN
 
 
-def test_every_system_call_number_is_denied_exactly_as_in_the_table() -> None:
+def test_system_call_filter_denies_exactly_the_call_numbers_in_its_table() -> None:
     by_argument = {CLONE3}
     refused = set(syscall_filter._REFUSED.values())
     for number in set(range(457)) - by_argument:
         assert in_a_guest(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
-def test_syscall_filter_without_namespaces_denies_calls_that_reach_other_processes() -> None:
+def test_system_call_filter_of_the_weak_sandbox_denies_calls_that_reach_other_processes() -> None:
     alone = syscall_filter.alone()
     assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert verdict(alone, CLONE, 17) == REFUSED
@@ -70,19 +70,19 @@ def test_syscall_filter_without_namespaces_denies_calls_that_reach_other_process
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_syscall_filter_decides_some_calls_by_their_arguments() -> None:
+def test_system_call_filter_decides_some_calls_by_their_arguments() -> None:
     assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # the flags with which libc creates a thread
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
     assert in_a_guest(MMAP, 0, 4096, 3, private) == ALLOWED
     assert in_a_guest(MMAP, 0, 4096, 3, shared_file) == ALLOWED
     assert in_a_guest(MMAP, 0, 4096, 3, shared) == REFUSED
-    assert in_a_guest(MMAP, 0, 4096, 3, 0x23) == REFUSED  # the flags include MAP_SHARED_VALIDATE
+    assert in_a_guest(MMAP, 0, 4096, 3, 0x23) == REFUSED  # flags that include MAP_SHARED_VALIDATE
     assert in_a_guest(SOCKETPAIR, 1, 1, 0) == ALLOWED
     assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
-def test_syscall_filter_of_the_server_allows_the_calls_that_create_guests() -> None:
+def test_system_call_filter_of_the_sandbox_server_allows_the_calls_that_create_guests() -> None:
     server = syscall_filter.of_servers()
     assert [verdict(server, number) for number in (MOUNT, CLONE)] == [ALLOWED] * 2
     assert verdict(server, CLONE, 1 << 28 | 17) == ALLOWED

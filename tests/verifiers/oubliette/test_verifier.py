@@ -49,7 +49,7 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
 
 
-async def test_correct_and_wrong_programs_get_their_verdicts(oubliette: Oubliette) -> None:
+async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette: Oubliette) -> None:
     verdict = await judged(oubliette, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "6 of 6 tests passed [default sandbox]"
@@ -77,7 +77,7 @@ async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oublie
     assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
 
 
-async def test_program_that_exceeds_its_limit_is_wrong_but_a_verifier_deadline_is_a_timeout(
+async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_deadline_is_a_timeout(
     sandbox: Sandbox, oubliette: Oubliette
 ) -> None:
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
@@ -110,7 +110,7 @@ sys.exit(0 if output.split() == ["about", answer.strip()] else 1)
 """
 
 
-async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> None:
+async def test_custom_checker_runs_in_another_sandbox_guest_than_the_program(oubliette: Oubliette) -> None:
     own = {"checker": {"language": "python", "source": CHECKER}}
     assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
     verdict = await judged(oubliette, RIGHT, **own)
@@ -124,7 +124,7 @@ async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> Non
     assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
 
 
-#: A checker for both protocols that fails on output that is not UTF-8.
+#: A checker program, for both protocols of checkers, that crashes on output that is not UTF-8.
 TEXT_CHECKER = """
 import sys
 names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
@@ -142,7 +142,7 @@ sys.exit(0 if right or PRINTED else 1)
         "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
     ],
 )
-async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference(
+async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference_output(
     oubliette: Oubliette, protocol: str, crash: str
 ) -> None:
     source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
@@ -159,8 +159,8 @@ async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
     return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_guest_of_the_program_does_not_contain_the_answer(oubliette: Oubliette) -> None:
-    """The program prints everything that it can read; the word is only in the reference answer."""
+async def test_sandboxed_program_cannot_read_the_reference_answer(oubliette: Oubliette) -> None:
+    """The program prints everything that it can read; the expected word is only in the reference answer."""
     word = "xyzzy-the-answer"
     search = (
         "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
@@ -177,7 +177,7 @@ async def test_guest_of_the_program_does_not_contain_the_answer(oubliette: Oubli
     assert word not in verdict.reason
 
 
-async def test_answer_is_masked_if_tests_are_invalid_or_the_sandbox_is_missing(
+async def test_answer_gets_a_verifier_error_if_test_cases_are_invalid_or_the_sandbox_is_missing(
     oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await _masked(oubliette, tests=[])
@@ -219,7 +219,7 @@ async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox
 
 @final
 class Forgetful:
-    """A `CodeRunner` that loses the first `forgets` outputs before they are checked, like a killed service."""
+    """A fake `CodeRunner` that loses the first `forgets` outputs before they are checked, like a killed service."""
 
     tier, at_once = "remote default", 1
 
@@ -251,7 +251,7 @@ class Forgetful:
 
 
 def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
-    """Return a stand-in for `open_runner` that gives these results in order, repeating the last; and its calls."""
+    """Return a fake of `open_runner` that gives these results in order, repeating the last, and a list of its calls."""
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
@@ -286,7 +286,7 @@ async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(mo
     assert len(tries) == 3
 
 
-async def test_concurrent_judgements_share_a_failed_attempt_to_open_the_sandbox(
+async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_sandbox_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened, tries = opening(SandboxLost("away"))
@@ -319,7 +319,7 @@ async def test_calls_of_the_python_tool_share_no_state(tool: PythonTool) -> None
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
 
 
-async def test_limits_of_the_domain_apply_to_calls_of_the_python_tool(tool: PythonTool) -> None:
+async def test_time_limit_of_the_domain_applies_to_calls_of_the_python_tool(tool: PythonTool) -> None:
     assert "processor time" in (await tool.call("while True: pass"))[0]
 
 

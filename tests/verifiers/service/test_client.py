@@ -1,4 +1,4 @@
-"""The client of verifier services: verdicts from any live service, and masked answers if none works."""
+"""The client of verifier services gets verdicts from any live service, and reports a verifier error if none works."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """A server that is broken or is no verifier service; its first request sets the event `asked`."""
+    """A server that is broken or is no verifier service; it sets the event `asked` when its first request arrives."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
         self.asked = threading.Event()
@@ -89,7 +89,7 @@ def raw(content: bytes, status: int = 200) -> Callable[[], Response]:
 
 
 async def endless() -> AsyncIterator[bytes]:
-    for _ in range(64):  # more than a client accepts, but not endless: a server keeps writing after a disconnect
+    for _ in range(64):  # more than a client accepts; not endless, because a server writes on after a disconnect
         yield b" " * (1 << 20)
         await asyncio.sleep(0)
 
@@ -133,7 +133,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_invalid_response_of_a_verifier_service_makes_another_service_judge(name: str) -> None:
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_responds_invalidly(name: str) -> None:
     verifier = Exact()
     hostile = Hostile(HOSTILE[name])
     with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
@@ -146,8 +146,8 @@ async def test_invalid_response_of_a_verifier_service_makes_another_service_judg
     assert verifier.asked == len(ANSWERS), "each answer was judged once"
 
 
-async def test_silent_verifier_service_is_abandoned_and_another_service_judges() -> None:
-    """The service has begun to answer, so only its silence shows that it does not work."""
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_silent() -> None:
+    """The service has begun to send a response and then sends nothing, so the client must notice the silence."""
     hostile = Hostile(lambda: StreamingResponse(mute()))
     with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
         async with client(silence_s=1.0) as services:
@@ -166,7 +166,7 @@ async def test_silent_verifier_service_is_abandoned_and_another_service_judges()
         (None, "cannot be reached"),
     ],
 )
-async def test_answers_are_masked_with_the_reason_if_every_verifier_service_fails(
+async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_service_fails(
     answer: Callable[[], Response] | None, words: str
 ) -> None:
     with in_thread(Hostile(answer or raw(b"")).app) as url:
@@ -185,7 +185,7 @@ async def test_answers_are_masked_with_the_reason_if_every_verifier_service_fail
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_answers_are_masked_if_no_verifier_service_has_the_domain_and_recipe(
+async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_domain_and_recipe(
     leases: Sequence[Any], words: str
 ) -> None:
     async with client(grace_s=0.2) as services:
@@ -195,7 +195,7 @@ async def test_answers_are_masked_if_no_verifier_service_has_the_domain_and_reci
     assert words in judged[0].verdict.reason
 
 
-async def test_answers_are_masked_at_once_if_every_verifier_service_rejects_the_request() -> None:
+async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request() -> None:
     with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
         async with client() as services:
             services.update([lease(url)])
@@ -206,7 +206,7 @@ async def test_answers_are_masked_at_once_if_every_verifier_service_rejects_the_
             assert "cannot be sent" in judgement.verdict.reason
 
 
-async def test_answers_wait_until_a_verifier_service_joins_and_has_capacity() -> None:
+async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_capacity() -> None:
     refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
     verifier = Exact()
     app = honest(verifier)
@@ -226,7 +226,7 @@ async def test_answers_wait_until_a_verifier_service_joins_and_has_capacity() ->
     assert refusals == []
 
 
-async def test_each_problem_prefers_one_verifier_service_and_problems_are_spread() -> None:
+async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_spread_over_all_services() -> None:
     verifiers = [Exact(), Exact()]
     with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
         async with client() as services:
@@ -234,13 +234,13 @@ async def test_each_problem_prefers_one_verifier_service_and_problems_are_spread
             for _ in range(4):
                 assert await outcomes(services, 1) == RIGHT
             assert sorted(verifier.asked for verifier in verifiers) == [0, 4 * len(ANSWERS)]
-            for number in range(2, 34):  # the probability that all prefer the same one is 2⁻³¹
+            for number in range(2, 34):  # the probability that all of them prefer the same service is 2⁻³¹
                 await outcomes(services, number)
     assert all(verifier.asked > len(ANSWERS) for verifier in verifiers)
 
 
 async def test_verifier_service_with_many_more_answers_than_others_is_avoided() -> None:
-    """One service is blocked with many answers, so further groups go to the other one."""
+    """One service is blocked with many answers, so further groups go to the other service."""
     gate = threading.Event()
 
     class Held(Exact):
@@ -263,7 +263,7 @@ async def test_verifier_service_with_many_more_answers_than_others_is_avoided() 
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
-async def test_request_to_a_verifier_service_states_protocol_version_and_rules() -> None:
+async def test_request_to_a_verifier_service_states_its_protocol_version_and_the_digest_of_the_rules() -> None:
     seen: list[VerifyRequest] = []
     app = FastAPI(openapi_url=None)
 

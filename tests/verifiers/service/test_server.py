@@ -1,4 +1,4 @@
-"""The verifier service and its application: judging, caching, rejecting, and cancelling work."""
+"""The verifier service judges answers, caches verdicts, rejects invalid requests, and cancels unneeded work."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict: Verdict)
     assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
-def test_verdict_cache_is_bounded_and_evicts_the_least_recently_used_entry() -> None:
+def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry() -> None:
     cache = VerdictCache(4000)
     for number in range(100):
-        cache.keep(b"first", correct("1"))  # storing the same entry again does not count its size again
+        cache.keep(b"first", correct("1"))  # stored again each time, which must not count its size again
         cache.keep(b"%d" % number, wrong("x" * (number % 50)))
         assert cache.find(b"first") is not None
         assert cache.num_bytes <= 4000
@@ -52,14 +52,14 @@ def test_verdict_cache_is_bounded_and_evicts_the_least_recently_used_entry() -> 
 
 
 def test_large_problem_is_hashed_once_for_all_of_its_answers() -> None:
-    """Four thousand answers to a problem of 16 MB in one request once blocked the service for a minute."""
+    """If it were hashed for each answer, one request with 4096 answers would block the service for a minute."""
     large, texts = problem(1, cases="x" * 2**22), [str(number) for number in range(4096)]
     began = time.thread_time()
     assert len(set(keys_of("r", large, texts))) == len(texts)
     assert time.thread_time() - began < 2.0
 
 
-def test_cache_key_covers_exactly_the_inputs_of_a_verdict() -> None:
+def test_cache_key_of_a_verdict_depends_on_exactly_the_inputs_that_affect_the_verdict() -> None:
     asked = problem(1, level=3)
     others = [
         replace(asked, domain="other"),
@@ -76,7 +76,7 @@ def test_cache_key_covers_exactly_the_inputs_of_a_verdict() -> None:
 
 
 class Scripted:
-    """A verifier that records its questions and waits while the gate is closed."""
+    """A fake verifier that records the answers it is given, and waits while its gate is closed."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -207,7 +207,7 @@ async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
 
 
 async def asked_by_hand(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
-    """POST /verify by calling the application directly; the client disconnects when `leaves` is set."""
+    """Send a request to /verify by calling the application directly; disconnect as a client when `leaves` is set."""
     body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
 
     async def receive() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weight groups form, fail and re-form within their deadlines, at the chosen address."""
+"""Weight groups (torch process groups of trainer and engines) form, fail and re-form within their deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Runs a test twice: with gloo's default connections between all ranks, and with the tree that large groups use.
+#: Runs a test twice: with connections between all ranks, gloo's default, and with the tree that large groups use.
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
 
@@ -65,7 +65,9 @@ def rendezvous() -> Rendezvous:
 
 
 @BOTH_WAYS
-def test_broadcast_delivers_the_bytes(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_broadcast_in_a_weight_group_delivers_the_bytes(
+    rendezvous: Rendezvous, connections: Connections | None
+) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
@@ -75,7 +77,7 @@ def test_broadcast_delivers_the_bytes(rendezvous: Rendezvous, connections: Conne
     assert torch.equal(sent, got)
 
 
-def test_closing_an_old_generation_does_not_affect_the_new_group(rendezvous: Rendezvous) -> None:
+def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous: Rendezvous) -> None:
     first = _pair(rendezvous, 1)
     second = _pair(rendezvous, 2)
     first[0].close()
@@ -88,12 +90,12 @@ def test_closing_an_old_generation_does_not_affect_the_new_group(rendezvous: Ren
 
 
 def test_tree_of_ranks_has_fewer_connections_than_a_mesh(rendezvous: Rendezvous) -> None:
-    gc.collect()  # close connections of earlier groups
+    gc.collect()  # closes the connections of earlier tests' groups, which would be counted
     ranks, before = 9, _open_files()
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
     with_tree = _open_files()
     mesh = _ranks(rendezvous, ranks, generation=2)
-    # The tree has 8 connections, the mesh 36; this process holds both ends of each.
+    # The tree has 8 connections, the mesh 36. This process has both ends of each connection among its open files.
     assert with_tree - before < _open_files() - with_tree
     assert len(tree) == len(mesh) == ranks
 
@@ -103,7 +105,7 @@ def _open_files() -> int:
 
 
 @BOTH_WAYS
-def test_join_with_a_missing_rank_fails_at_its_deadline(
+def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
     began = time.monotonic()
@@ -112,7 +114,7 @@ def test_join_with_a_missing_rank_fails_at_its_deadline(
     assert time.monotonic() - began < SOON_S
 
 
-def test_closed_rendezvous_fails_waiting_and_later_joins(rendezvous: Rendezvous) -> None:
+def test_waiting_and_later_joins_fail_if_the_rendezvous_of_the_weight_group_is_closed(rendezvous: Rendezvous) -> None:
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
     assert not waiting[1].done()
     rendezvous.close()
@@ -124,7 +126,7 @@ def test_closed_rendezvous_fails_waiting_and_later_joins(rendezvous: Rendezvous)
 
 
 @BOTH_WAYS
-def test_receive_fails_at_once_if_the_sending_rank_leaves(
+def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_weight_group(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
@@ -139,7 +141,7 @@ def test_receive_fails_at_once_if_the_sending_rank_leaves(
 
 
 @BOTH_WAYS
-def test_receive_from_a_silent_rank_fails_at_the_deadline(
+def test_receiving_from_a_rank_that_sends_nothing_fails_at_the_deadline(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
@@ -148,14 +150,14 @@ def test_receive_from_a_silent_rank_fails_at_the_deadline(
     assert root is not None
 
 
-def test_send_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous: Rendezvous) -> None:
+def test_sending_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous: Rendezvous) -> None:
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
-def test_broadcast_after_leaving_the_group_is_rejected(rendezvous: Rendezvous) -> None:
+def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvous: Rendezvous) -> None:
     root, _ = _pair(rendezvous)
     root.close()
     root.close()
@@ -172,7 +174,7 @@ def test_rendezvous_on_a_taken_port_raises_an_address_error() -> None:
 
 
 def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
-    """Checks the store and gloo in the kernel's table of this process's sockets (Linux)."""
+    """The test looks up the sockets of the rendezvous' store and of gloo in the kernel's table of sockets (Linux)."""
     pair = _pair(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
@@ -193,8 +195,10 @@ def _target(link: Path) -> str:
         return ""
 
 
-def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous: Rendezvous) -> None:
-    """Rank 0 would wait until its deadline if the failed rank stayed in the group."""
+def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_without_waiting(
+    rendezvous: Rendezvous,
+) -> None:
+    """If the failed rank stayed in the group, rank 0 would wait until its deadline."""
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
@@ -206,7 +210,9 @@ def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous:
     assert time.monotonic() - began < SOON_S
 
 
-def test_waiting_for_an_announcement_prints_nothing(rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_a_message_in_the_weight_groups_store_prints_nothing(
+    rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
+) -> None:
     root, leaf = _pair(rendezvous)
     waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Failures of an NCCL group raise an error before the deadline, and never end the process."""
+"""Failures of an NCCL weight group raise an error by the deadline, and never end the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
     return connect_nccl(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
 
 
-def test_nccl_watchdog_is_disabled_only_while_the_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccls_watchdog_is_disabled_only_while_a_weight_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     group = _connect(NcclLibrary(_Done()))
@@ -46,14 +46,14 @@ def test_nccl_watchdog_is_disabled_only_while_the_group_is_created(monkeypatch: 
     assert group.blocking == 0 and not group.aborted.is_set()
 
 
-def test_nccl_connection_with_a_missing_rank_is_aborted_at_the_deadline() -> None:
+def test_connecting_an_nccl_group_with_a_missing_rank_is_aborted_at_the_deadline() -> None:
     library, began = NcclLibrary(_Done(), connects=False), time.monotonic()
     with pytest.raises(RuntimeError, match="NCCL timed out"):
         _connect(library, timeout_s=0.2)
     assert library.group.aborted.is_set() and time.monotonic() - began < SOON_S
 
 
-def test_failed_nccl_connection_is_aborted() -> None:
+def test_nccl_group_whose_connection_failed_is_aborted() -> None:
     library = NcclLibrary(FailedWork())
     with pytest.raises(RuntimeError, match="remote process exited"):
         _connect(library)
@@ -73,7 +73,7 @@ def test_failed_nccl_broadcast_raises_and_aborts_the_group() -> None:
 def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
     class _Aborted(_Done):
         def is_completed(self) -> bool:
-            return bool(group.aborted.is_set())  # an abort ends the kernel without an error
+            return bool(group.aborted.is_set())  # NCCL reports aborted work as completed, without an error
 
     library = NcclLibrary(_Aborted())
     group = library.ProcessGroupNCCL(None, 0, 2, library.ProcessGroupNCCL.Options())
@@ -85,8 +85,8 @@ def test_nccl_broadcast_aborted_by_another_thread_raises() -> None:
         sending.result(PATIENCE_S)
 
 
-def test_failed_gloo_work_counts_as_completed_and_raises() -> None:
-    """`is_completed` alone does not distinguish work whose peer died from finished work."""
+def test_error_of_failed_gloo_work_is_raised_although_the_work_counts_as_completed() -> None:
+    """Work whose peer died counts as completed, so the code must also ask for the work's error."""
     store = torch.distributed.HashStore()
     make = lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2, _gloo_options())  # noqa: E731
     joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]  # type: ignore[misc]

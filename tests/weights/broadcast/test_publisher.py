@@ -1,4 +1,4 @@
-"""Publications to real engines over real HTTP and real gloo groups, with engines that refuse, are gone, or die."""
+"""Weights are broadcast to real engines over HTTP and gloo, some of which reject them, are unreachable, or die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-BUCKET_BYTES = 128  # divides the layout into two buckets, one of which has only the bias
+BUCKET_BYTES = 128  # the weights then have two buckets, one of which has only the bias
 
 
 def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
@@ -50,7 +50,7 @@ def publication(version: int, engines: Sequence[str], **fields: Any) -> Publicat
 
 
 class Recording:
-    """An `EngineControl` that records requests, and forwards those for a `moved` engine to its new address."""
+    """A client of engines that records requests, and sends those for an engine in `moved` to its new address."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -113,7 +113,7 @@ async def test_all_engines_serve_the_broadcast_weights(
     assert card.digest == report.digest
 
 
-async def test_engines_join_the_group_and_get_the_layout_only_once(
+async def test_engines_join_the_weight_group_and_get_the_weight_layout_only_once(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     for version in (1, 2, 3):
@@ -123,7 +123,7 @@ async def test_engines_join_the_group_and_get_the_layout_only_once(
     assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
 
 
-async def test_changed_set_of_engines_forms_a_new_group(
+async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -134,7 +134,7 @@ async def test_changed_set_of_engines_forms_a_new_group(
     assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_broadcast(control: Recording, engines: list[str]) -> None:
+async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control: Recording, engines: list[str]) -> None:
     first = BroadcastPublisher(control)
     await first.publish(publication(7, engines, membership=9))
     second = BroadcastPublisher(control)
@@ -147,14 +147,16 @@ async def test_trainer_of_an_earlier_epoch_cannot_broadcast(control: Recording, 
     await second.close()
 
 
-async def test_broadcast_without_engines_reports_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
+async def test_publication_of_weights_to_no_engines_reports_the_digest_of_the_weights(
+    publisher: BroadcastPublisher, engines: list[str]
+) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     served = await publisher.publish(publication(1, engines))
     assert alone.digest == served.digest
 
 
-async def test_engine_that_already_serves_the_version_is_skipped(
+async def test_engine_that_already_serves_the_broadcast_version_is_skipped(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(4, engines[:1]))
@@ -165,10 +167,10 @@ async def test_engine_that_already_serves_the_version_is_skipped(
     assert again.digest == report.digest and again.failed == {}
 
 
-async def test_engine_that_refuses_a_version_is_named_and_the_others_are_updated(
+async def test_engine_that_rejects_a_weight_version_is_reported_and_other_engines_are_updated(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """An engine with another model, or of another run, must not keep the fleet from its weights."""
+    """An engine with another model, or of another run, must not keep the other engines from getting the weights."""
     await publisher.publish(publication(9, engines[1:]))
     report = await publisher.publish(publication(5, engines, membership=2))
     assert set(report.pauses_s) == {engines[0]}
@@ -178,7 +180,7 @@ async def test_engine_that_refuses_a_version_is_named_and_the_others_are_updated
     assert report.failed == {}, "the publication after a refused one works"
 
 
-async def test_broadcast_refused_by_every_engine_raises_with_the_reasons(
+async def test_broadcast_of_weights_that_every_engine_rejects_raises_an_error_with_the_reasons(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(9, engines))
@@ -187,7 +189,7 @@ async def test_broadcast_refused_by_every_engine_raises_with_the_reasons(
     assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
 
 
-async def test_unreachable_engine_is_reported_and_the_others_are_updated(
+async def test_unreachable_engine_is_reported_and_other_engines_are_updated(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -197,10 +199,10 @@ async def test_unreachable_engine_is_reported_and_the_others_are_updated(
     assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
 
 
-async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
+async def test_publications_with_an_unreachable_engine_leave_no_pending_joins_at_other_engines(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """The test makes more publications than the 16 joins that an engine keeps pending."""
+    """There are 20 publications. If each left a pending join, an engine would reject the 17th join."""
     for version in range(1, 21):
         report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
         assert set(report.pauses_s) == set(engines), report.failed
@@ -208,7 +210,7 @@ async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
         assert await serving(control, url) == (1, 20)
 
 
-async def test_engine_overloaded_by_pending_joins_is_reported_but_not_blamed(
+async def test_engine_that_rejects_a_join_because_of_pending_joins_is_reported_as_not_at_fault(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -222,7 +224,9 @@ async def test_engine_overloaded_by_pending_joins_is_reported_but_not_blamed(
     assert (await publisher.publish(publication(2, engines, membership=3))).blameless == frozenset()
 
 
-async def test_error_names_each_engine_when_all_are_unreachable(publisher: BroadcastPublisher) -> None:
+async def test_publication_fails_with_an_error_that_names_each_engine_if_all_are_unreachable(
+    publisher: BroadcastPublisher,
+) -> None:
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:7"]
     with pytest.raises(UpdateError, match=r"weights 1\.1 reached no engine: .*:9 .*:7 "):
         await publisher.publish(publication(1, urls))
@@ -257,13 +261,13 @@ async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
-async def test_engine_killed_or_suspended_during_a_broadcast_does_not_affect_the_others(
+async def test_engine_killed_or_suspended_during_a_broadcast_does_not_keep_others_from_getting_the_weights(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
-    """The other engines get the weights through a new generation of the group."""
+    """The other engines form a new weight group, through which they get the weights."""
     timeout_s = 21.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
-        # The process imports torch when it first joins, which takes seconds on a busy core.
+        # Publish once before the test, since the engine imports torch at its first join, which takes seconds.
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
         assert warm.failed == {}
         sending, release = threading.Event(), threading.Event()
@@ -288,7 +292,7 @@ async def test_engine_killed_or_suspended_during_a_broadcast_does_not_affect_the
 async def test_engine_restarted_during_a_broadcast_gets_the_weights(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """The restarted engine answers at its URL after the broadcast has failed, so no engine seems lost."""
+    """The restarted engine answers at the same URL after the broadcast has failed, so that no engine seems lost."""
     with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
         assert warm.failed == {}
@@ -298,7 +302,7 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
         )
         await asyncio.to_thread(sending.wait, PATIENCE_S)
-        os.kill(process.pid, signal.SIGSTOP)  # peers may wait for a killed process like this
+        os.kill(process.pid, signal.SIGSTOP)  # makes peers wait, as they sometimes do for a killed process
         control.moved[victim] = again
         release.set()
         assert (await update).failed == {}
@@ -308,7 +312,7 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
 def _halting(
     sending: threading.Event, release: threading.Event, *, bucket: int = 1
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Return weights whose first reading pauses before the given bucket (counted from 0) until `release` is set."""
+    """Return weights that pause, when read first, before the given bucket (counted from 0) until `release` is set."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, item in enumerate(weights(2)()):
@@ -320,10 +324,10 @@ def _halting(
     return source
 
 
-async def test_rendezvous_moves_to_an_address_that_all_engines_reach(
+async def test_rendezvous_of_the_weight_group_moves_to_an_address_that_all_engines_reach(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], outward: str
 ) -> None:
-    """The engines stay the same; only the address by which the trainer knows them changes."""
+    """The engines stay the same; only the address at which the trainer reaches one of them changes."""
     await publisher.publish(publication(1, engines))
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
     elsewhere = engines[1].replace("127.0.0.1", outward)
@@ -336,7 +340,7 @@ async def test_rendezvous_moves_to_an_address_that_all_engines_reach(
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
 
 
-async def test_rendezvous_host_is_configurable(control: Recording, engines: list[str]) -> None:
+async def test_host_of_the_weight_groups_rendezvous_is_configurable(control: Recording, engines: list[str]) -> None:
     publisher = BroadcastPublisher(control, host="localhost")
     assert (await publisher.publish(publication(1, engines))).failed == {}
     assert {join.rendezvous_host for join in control.joins} == {"localhost"}

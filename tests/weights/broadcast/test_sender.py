@@ -1,4 +1,4 @@
-"""The sender reads the parameters once, from any array library, and checks them against the layout."""
+"""The sender of weights reads each parameter once, from any array library, and compares it with the layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = xxhash.xxh3_128(b"".join(array.tobytes() for array in ARRAYS.values()
 
 
 class _DLPack:
-    """An array of a third library, neither numpy nor torch."""
+    """An array of another library than numpy and torch, which can only be read through DLPack."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._tensor = torch.from_numpy(array)
@@ -70,18 +70,18 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     ids=["numpy", "torch", "dlpack", "read_only", "fortran"],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 70, 10**6])
-def test_sent_bytes_are_the_same_from_every_array_library(kind: Any, bucket_bytes: int) -> None:
+def test_sent_weights_have_the_same_bytes_from_every_array_library(kind: Any, bucket_bytes: int) -> None:
     assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
 
 
-def test_bfloat16_is_sent_as_its_bytes() -> None:
+def test_bfloat16_weights_are_sent_as_their_bytes_without_conversion() -> None:
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(6,), dtype=DType.BFLOAT16),))
     tensor = torch.linspace(-1, 1, 6, dtype=torch.bfloat16)
     raw = tensor.view(torch.int16).numpy().tobytes()
     assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
 
 
-def test_non_contiguous_parameter_with_grad_is_sent() -> None:
+def test_non_contiguous_parameter_that_requires_grad_can_be_sent() -> None:
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(2, 3), dtype=DType.FLOAT32),))
     tensor = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
     raw = tensor.detach().contiguous().numpy().tobytes()
@@ -98,12 +98,14 @@ def test_non_contiguous_parameter_with_grad_is_sent() -> None:
         ([*ARRAYS.items(), ("d", ARRAYS["c"])], "gathered 'd' after the last"),
     ],
 )
-def test_parameters_that_differ_from_the_layout_are_rejected(items: list[tuple[str, Any]], sentence: str) -> None:
+def test_sender_rejects_parameters_that_differ_from_the_announced_layout(
+    items: list[tuple[str, Any]], sentence: str
+) -> None:
     with pytest.raises(UpdateError, match=sentence):
         _send(items)
 
 
-def test_send_to_a_silent_rank_fails_after_silence_s() -> None:
+def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_timeout_silence_s() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
         host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S

@@ -1,4 +1,4 @@
-"""Publications through real parameter servers to real engines over HTTP, with engines that refuse, are gone, or die."""
+"""Weights are published to real engines through real parameter servers; some engines reject them or are unreachable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def publication(version: int, engines: list[str], **fields: Any) -> Publication:
 
 
 class Announcing:
-    """An `Announcer` with given answers that records its announcements."""
+    """A fake `Announcer` that records announcements, and returns the given answers of engines."""
 
     def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
         self.answers = answers
@@ -44,7 +44,7 @@ class Announcing:
 
 
 class Recording:
-    """An `EngineControl` that records updates."""
+    """A client of engines that records the weight-update requests."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -100,7 +100,7 @@ def progress(url: str) -> dict[str, list[int] | None]:
     return dict(state["progress"])
 
 
-async def test_pulled_weights_equal_broadcast_weights(
+async def test_engines_that_pull_weights_sample_the_same_tokens_as_after_a_broadcast(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     report = await publisher.publish(publication(1, engines))
@@ -115,7 +115,7 @@ async def test_pulled_weights_equal_broadcast_weights(
     await broadcast.close()
 
 
-async def test_engines_are_spread_over_replicas_and_layout_is_sent_once(
+async def test_engines_are_spread_over_parameter_server_replicas_and_get_the_layout_only_once(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     for version in (1, 2):
@@ -135,7 +135,7 @@ async def test_parameter_servers_track_the_version_of_each_engine(
     assert [progress(url) for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
 
 
-async def test_engine_that_joins_late_needs_no_new_upload(
+async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -159,7 +159,7 @@ async def test_unreachable_engine_does_not_affect_publication_to_other_engines(
         await publisher.publish(publication(2, [gone]))
 
 
-async def test_engines_of_another_model_reject_the_version(
+async def test_engines_with_another_model_reject_the_published_version(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     layout = parameter_server.LAYOUT
@@ -168,7 +168,7 @@ async def test_engines_of_another_model_reject_the_version(
     assert await serving(control, *engines) == [(0, 0), (0, 0)]
 
 
-async def test_engine_killed_while_pulling_is_reported(
+async def test_engine_killed_while_it_pulls_weights_is_reported(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     async with EngineClient() as anyones:
@@ -180,11 +180,11 @@ async def test_engine_killed_while_pulling_is_reported(
     assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
-async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() -> None:
-    """One of two engines loses its server in the middle, and no server returns in time."""
+async def test_engines_that_were_updated_are_reported_as_such_even_if_a_repeated_upload_for_others_fails() -> None:
+    """One of two engines loses its parameter server during the update, and the server does not return in time."""
 
     class Vanishing:
-        """An `EngineControl` whose second engine, `b`, loses its parameter server during the COMMIT."""
+        """A fake client of two engines; engine `b` loses its parameter server during the commit request."""
 
         async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
             if request.phase is UpdatePhase.COMMIT and url == "http://b":
@@ -193,7 +193,7 @@ async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() ->
             return WeightUpdateResponse(status=status, version=1, epoch=1)
 
     class Once:
-        """A placement whose first upload succeeds, and whose later uploads fail."""
+        """A fake uploader whose first upload succeeds, and whose later uploads fail."""
 
         placed = 0
 
@@ -212,13 +212,15 @@ async def test_updated_engines_are_reported_even_if_a_repeated_upload_fails() ->
     assert report.failed == {"http://b": "no parameter server takes the version"}
 
 
-async def test_publication_without_engines_is_uploaded(publisher: PullPublisher, engines: list[str]) -> None:
+async def test_publication_to_no_engines_is_uploaded_to_the_parameter_servers(
+    publisher: PullPublisher, engines: list[str]
+) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     assert alone.digest == (await publisher.publish(publication(1, engines))).digest
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_publish(
+async def test_trainer_of_an_earlier_epoch_cannot_publish_through_parameter_servers(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     await publisher.publish(publication(7, engines))
@@ -231,7 +233,7 @@ async def test_trainer_of_an_earlier_epoch_cannot_publish(
     await second.close()
 
 
-async def test_concurrent_publications_complete_in_order(
+async def test_concurrent_publications_of_weight_versions_complete_in_order(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     reports = await asyncio.gather(*(publisher.publish(publication(version, engines)) for version in (1, 2, 3, 4)))
@@ -240,7 +242,7 @@ async def test_concurrent_publications_complete_in_order(
 
 
 class _ByToken:
-    """An `EngineControl` that sends the token only to the engines that it belongs to."""
+    """A client that sends its token only to the given engines, and no token to other engines."""
 
     def __init__(self, control: Recording, others: EngineClient, engines: list[str]) -> None:
         self._control = control
@@ -253,12 +255,12 @@ class _ByToken:
         return await chosen.request_weight_update(url, request)
 
 
-async def test_engines_that_follow_announcements_get_no_request_unless_they_lack_the_layout(
+async def test_engines_that_read_announcements_get_no_update_request_unless_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
     follows, asked = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
-    other = "http://127.0.0.1:1"  # no engine listens there, so a request would fail
+    other = "http://127.0.0.1:1"  # no engine listens at this address, so a request to it would fail
     announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:

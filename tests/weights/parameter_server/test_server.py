@@ -24,7 +24,7 @@ from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, fla
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Weights that need several parts, over HTTP and over shared memory.
+#: A layout so large that its weights are transferred in several parts, over HTTP and over shared memory.
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5, 2**19), dtype=DType.FLOAT32),))
 
 
@@ -62,12 +62,12 @@ def held(url: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["odd", "large"])
 @pytest.mark.parametrize("pushed_by_memory", [True, False], ids=["push-memory", "push-http"])
 @pytest.mark.parametrize("pulled_by_memory", [True, False], ids=["pull-memory", "pull-http"])
-def test_every_transport_delivers_the_same_bytes(
+def test_weights_are_the_same_whether_pushed_and_pulled_over_http_or_shared_memory(
     server: str, layout: WeightLayout, pushed_by_memory: bool, pulled_by_memory: bool
 ) -> None:
     placement = Uploader([server], token=TOKEN, shared_memory=pushed_by_memory)
     puller = WeightPuller(token=TOKEN, shared_memory=pulled_by_memory)
-    for version in (1, 2, 3):  # several versions, so that memory is reused
+    for version in (1, 2, 3):  # three versions, so that the server reuses the memory of the first
         placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
         assert placed.sources == ((server,),) and placed.digest == digest(version, layout)
         into, came = np.zeros(layout.num_bytes, np.uint8), []
@@ -77,7 +77,7 @@ def test_every_transport_delivers_the_same_bytes(
     placement.close()
 
 
-def test_pull_fills_a_torch_buffer(server: str) -> None:
+def test_weights_can_be_pulled_into_a_torch_buffer(server: str) -> None:
     import torch
 
     place([server], publication(1))
@@ -87,7 +87,7 @@ def test_pull_fills_a_torch_buffer(server: str) -> None:
         assert np.array_equal(into.numpy(), flat(1))
 
 
-def test_replicas_copy_from_one_server_and_serve_the_same_bytes(servers: list[str]) -> None:
+def test_replicas_copy_weights_from_one_parameter_server_and_serve_the_same_bytes(servers: list[str]) -> None:
     placed = place(servers, publication(1))
     assert placed.sources == (tuple(servers),) and placed.failed == {}
     for url in servers:
@@ -96,7 +96,7 @@ def test_replicas_copy_from_one_server_and_serve_the_same_bytes(servers: list[st
         assert np.array_equal(into, flat(1))
 
 
-def test_version_already_on_a_server_is_not_uploaded_again(servers: list[str]) -> None:
+def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_again(servers: list[str]) -> None:
     sent = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -109,13 +109,15 @@ def test_version_already_on_a_server_is_not_uploaded_again(servers: list[str]) -
     assert len(sent) == 1 and placed.sources == (tuple(servers),), "the others copied it from the one that had it"
 
 
-def test_upload_names_an_unreachable_server_and_reaches_the_others(servers: list[str]) -> None:
+def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_servers(servers: list[str]) -> None:
     placed = place(["http://127.0.0.1:9", *servers], publication(1))
     assert placed.sources == (tuple(servers),)
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_servers_keep_a_version_until_a_lagging_replica_is_known_to_be_gone(servers: list[str]) -> None:
+def test_parameter_servers_keep_a_version_until_a_replica_that_lacks_the_next_is_known_to_be_gone(
+    servers: list[str],
+) -> None:
     gone = "http://127.0.0.1:9"
     with closing(Uploader([gone, *servers[:1]], token=TOKEN)) as placement:
         placement.upload(publication(1), {}, deadline=soon())
@@ -125,14 +127,14 @@ def test_servers_keep_a_version_until_a_lagging_replica_is_known_to_be_gone(serv
         assert held(servers[0]) == [(1, 2)]
 
 
-def test_upload_without_reachable_servers_fails_at_its_deadline_with_a_reason() -> None:
+def test_upload_of_weights_without_a_reachable_server_fails_at_its_deadline_with_a_reason() -> None:
     began = time.monotonic()
     with pytest.raises(UpdateError, match=r"no parameter server takes the version: http://127.0.0.1:9: .*refused"):
         Uploader(["http://127.0.0.1:9"], token=TOKEN).upload(publication(1), {}, deadline=began + 0.5)
     assert time.monotonic() - began < SOON_S
 
 
-def test_upload_to_a_full_server_is_retried_and_names_the_lagging_members() -> None:
+def test_upload_to_a_full_parameter_server_is_retried_until_a_deadline_and_names_the_lagging_members() -> None:
     with (
         in_thread(application(room=2)) as url,
         closing(Uploader([url], token=TOKEN)) as placement,
@@ -147,14 +149,14 @@ def test_upload_to_a_full_server_is_retried_and_names_the_lagging_members() -> N
         assert held(url) == [(1, 2), (1, 3)]
 
 
-def test_trainer_of_an_earlier_epoch_cannot_upload(server: str) -> None:
+def test_trainer_of_an_earlier_epoch_cannot_upload_weights(server: str) -> None:
     place([server], publication(9, epoch=2))
     with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
         place([server], publication(10))
     assert held(server) == [(2, 9)]
 
 
-def test_upload_of_parameters_that_differ_from_the_layout_is_not_sealed(server: str) -> None:
+def test_upload_of_parameters_that_differ_from_the_layout_is_never_served(server: str) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
         yield "embed", np.zeros((3, 3), np.float32)
 
@@ -168,7 +170,7 @@ def test_upload_of_parameters_that_differ_from_the_layout_is_not_sealed(server: 
 # --- rejected requests -------------------------------------------------------------------------------------------
 
 
-def test_every_route_except_health_requires_the_token(server: str) -> None:
+def test_every_route_of_a_parameter_server_except_health_requires_the_token(server: str) -> None:
     place([server], publication(1))
     assert httpx.get(server + "/health").status_code == 200
     routes = [
@@ -184,7 +186,7 @@ def test_every_route_except_health_requires_the_token(server: str) -> None:
         assert "a valid bearer token" in stranger.confirm(1, {}, deadline=soon())[server]
 
 
-def test_weight_ranges_are_served_exactly_and_invalid_ones_are_rejected(server: str) -> None:
+def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_rejected(server: str) -> None:
     place([server], publication(1))
     data, size = flat(1).tobytes(), LAYOUT.num_bytes
     assert ask(server, "GET", "/weights/1/1").content == data
@@ -201,7 +203,7 @@ def test_weight_ranges_are_served_exactly_and_invalid_ones_are_rejected(server: 
     assert ask(server, "GET", "/weights/1/one").status_code == 400
 
 
-def test_uploaded_bytes_are_served_only_after_the_digest_check(server: str) -> None:
+def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server: str) -> None:
     announced = {"epoch": 1, "version": 1, "layout": LAYOUT.model_dump(mode="json")}
     assert ask(server, "POST", "/versions", json=announced).status_code == 200
     assert ask(server, "GET", "/weights/1/1").status_code == 409
@@ -218,7 +220,7 @@ def test_uploaded_bytes_are_served_only_after_the_digest_check(server: str) -> N
     assert ask(server, "PUT", "/weights/1/1", content=data).status_code == 400, "what is whole never changes"
 
 
-def test_pull_of_bytes_with_another_digest_is_rejected(server: str) -> None:
+def test_pulled_weights_with_another_digest_than_announced_are_rejected(server: str) -> None:
     place([server], publication(1))
     asked = order(1, server)
     for by_memory in (True, False):
@@ -227,12 +229,12 @@ def test_pull_of_bytes_with_another_digest_is_rejected(server: str) -> None:
             WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(other, into=np.zeros(LAYOUT.num_bytes, np.uint8))
 
 
-def test_pull_of_a_missing_version_names_each_source(servers: list[str]) -> None:
+def test_pull_of_a_missing_weight_version_fails_with_the_reason_of_each_server(servers: list[str]) -> None:
     with pytest.raises(UpdateError, match=r"no source gave version 1\.4: .*1\.4 is not held here.*; .*is not held"):
         WeightPuller(token=TOKEN).fetch(order(4, *servers), into=np.zeros(LAYOUT.num_bytes, np.uint8))
 
 
-def test_late_or_cancelled_pull_fails(server: str) -> None:
+def test_pull_of_weights_that_is_late_or_cancelled_fails(server: str) -> None:
     place([server], publication(1))
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     with pytest.raises(DeadlineError):
@@ -243,7 +245,7 @@ def test_late_or_cancelled_pull_fails(server: str) -> None:
         WeightPuller(token=TOKEN).fetch(unwanted, into=into)
 
 
-def test_restarted_server_serves_its_saved_version(tmp_path: Path) -> None:
+def test_restarted_parameter_server_serves_the_version_that_it_saved(tmp_path: Path) -> None:
     copies = str(tmp_path / "copies")
     with in_thread(application(copies)) as url:
         place([url], publication(1))

@@ -1,4 +1,4 @@
-"""Parameter servers in separate processes: killed with -9 in the middle of a pull, stopped, and restarted."""
+"""Parameter servers in separate processes are killed in the middle of a pull, suspended, and restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fakes.parameter_server import TOKEN, application, digest, flat, order
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Larger than socket and pipe buffers: a server killed after the first part cannot have sent the rest.
+#: A layout larger than socket and pipe buffers, so that a server killed after the first part cannot have sent the rest.
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(10, 2**20), dtype=DType.FLOAT32),))
 
 Server = tuple[str, "subprocess.Popen[str]"]
@@ -61,7 +61,9 @@ def place(*urls: str) -> None:
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_pull_from_a_killed_server_finishes_from_its_replica(server: Server, replica: str, by_memory: bool) -> None:
+def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
+    server: Server, replica: str, by_memory: bool
+) -> None:
     url, process = server
     place(url, replica)
     into, came = np.zeros(LARGE.num_bytes, np.uint8), []
@@ -79,7 +81,7 @@ def test_pull_from_a_killed_server_finishes_from_its_replica(server: Server, rep
     assert came == sorted(set(came)), "what had landed was not fetched again"
 
 
-def test_pull_fails_at_once_naming_the_killed_server_without_replica(server: Server) -> None:
+def test_pull_from_a_killed_server_without_replica_fails_without_waiting_and_names_the_server(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -91,7 +93,7 @@ def test_pull_fails_at_once_naming_the_killed_server_without_replica(server: Ser
     assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
-def test_mapped_weights_outlive_their_server_and_leave_no_file(server: Server) -> None:
+def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server: Server) -> None:
     url, process = server
     place(url)
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -119,7 +121,7 @@ def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -
     assert reader is not None and not reader.bytes.flags.writeable, "only the trainer writes"
 
 
-def test_pull_from_a_suspended_server_fails_at_the_deadline(server: Server) -> None:
+def test_pull_of_weights_from_a_suspended_server_fails_at_the_deadline(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -136,7 +138,9 @@ def test_pull_from_a_suspended_server_fails_at_the_deadline(server: Server) -> N
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_stalled_reader_does_not_keep_a_version_forever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever(
+    replica: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 3.0)
     address = ("127.0.0.1", int(replica.rpartition(":")[2]))
     with (
@@ -155,7 +159,7 @@ def test_stalled_reader_does_not_keep_a_version_forever(replica: str, monkeypatc
             time.sleep(0.05)
 
 
-def test_cancelled_pull_from_a_suspended_server_ends_at_once(server: Server) -> None:
+def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(server: Server) -> None:
     url, process = server
     place(url)
     asked = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
@@ -176,7 +180,7 @@ def test_cancelled_pull_from_a_suspended_server_ends_at_once(server: Server) -> 
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_upload_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool) -> None:
+def test_upload_of_weights_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool) -> None:
     (port,) = free_ports(1)
     url, command = f"http://127.0.0.1:{port}", [sys.executable, "-m", "tests.fakes.parameter_server", str(port)]
     gathered = []
@@ -199,7 +203,9 @@ def test_upload_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool
         assert _held(url) == [(1, 1)]
 
 
-def test_upload_skips_a_suspended_replica(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_of_weights_skips_a_suspended_replica(
+    server: Server, replica: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, process = server
     monkeypatch.setattr(push, "_ANSWER_S", 3.0)
     os.kill(process.pid, signal.SIGSTOP)
@@ -211,8 +217,8 @@ def test_upload_skips_a_suspended_replica(server: Server, replica: str, monkeypa
     assert placed.sources == ((replica,),) and "was not answered in time" in placed.failed[url]
 
 
-async def test_publication_survives_a_restart_of_its_only_server(tmp_path: Path) -> None:
-    """The server dies after version 1. Version 2 waits for the restarted server, which loads the saved version 1."""
+async def test_weights_can_be_published_after_the_only_parameter_server_was_restarted(tmp_path: Path) -> None:
+    """The only server dies after version 1 and restarts with its saved copy; then version 2 is published through it."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.fakes.parameter_server", str(port), str(tmp_path / "copies")]
     url = f"http://127.0.0.1:{port}"

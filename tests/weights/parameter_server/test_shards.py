@@ -1,4 +1,4 @@
-"""A version cut into shards over several parameter servers with replicas, over real HTTP and real shared memory."""
+"""A weight version is divided into shards, each on a parameter server and its replicas, over HTTP and shared memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, fla
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Many parameters of odd sizes, one of which is a third of all bytes.
+#: A layout of many parameters of odd sizes, one of which has a third of all bytes.
 MANY = WeightLayout(
     parameters=tuple(
         ParameterSpec(name=f"p{row}", shape=(3001 if row == 7 else 31 + row % 13, 257), dtype=DType.FLOAT32)
         for row in range(160)
     )
 )
-#: Larger than socket and pipe buffers, in every shard.
+#: A layout in which every shard is larger than socket and pipe buffers.
 LARGE = WeightLayout(
     parameters=tuple(ParameterSpec(name=f"p{row}", shape=(2**20,), dtype=DType.FLOAT32) for row in range(12))
 )
@@ -70,13 +70,13 @@ def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: b
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_form_the_whole_version_on_every_transport(
+def test_shards_of_weights_form_the_whole_version_over_http_and_shared_memory(
     servers: list[str], layout: WeightLayout, shards: int
 ) -> None:
     memory, http = (
         Uploader(servers, shards=shards, token=TOKEN, shared_memory=by_memory) for by_memory in (True, False)
     )
-    for version in range(1, 7):  # several versions, so that memory is reused
+    for version in range(1, 7):  # several versions, so that servers reuse memory
         placement = memory if version % 2 else http
         placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
         assert [url for urls in placed.sources for url in urls] == servers
@@ -92,7 +92,7 @@ def test_shards_form_the_whole_version_on_every_transport(
     http.close()
 
 
-def test_server_serves_only_its_own_shard(servers: list[str]) -> None:
+def test_parameter_server_serves_only_its_own_shard(servers: list[str]) -> None:
     placed = place(servers[:2], 2, layout=MANY)
     for number, ranges in enumerate(MANY.shards(2, placed.bucket_bytes)):
         for start, end in ranges[:3]:
@@ -108,7 +108,7 @@ def test_server_serves_only_its_own_shard(servers: list[str]) -> None:
         assert whole.status_code == 400, "nobody may take a part for the whole"
 
 
-def test_only_missing_shards_are_uploaded() -> None:
+def test_only_shards_that_no_parameter_server_has_are_uploaded() -> None:
     gathered = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -128,7 +128,7 @@ def test_only_missing_shards_are_uploaded() -> None:
             place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
 
 
-def test_upload_names_the_missing_server_of_a_shard_and_seals_no_version(servers: list[str]) -> None:
+def test_upload_names_the_missing_server_of_a_shard_and_no_server_serves_the_version(servers: list[str]) -> None:
     began = time.monotonic()
     with (
         closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as placement,
@@ -139,8 +139,8 @@ def test_upload_names_the_missing_server_of_a_shard_and_seals_no_version(servers
     assert [version["digest"] for version in state(servers[0])["versions"]] == [None], "not even half is given out"
 
 
-def test_shard_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
-    """Version 1 must stay on shard 0 while shard 1 holds only version 1."""
+def test_shard_of_a_version_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
+    """The server of shard 0 must keep version 1 as long as the server of shard 1 has only version 1."""
     placed = place(servers[:2], 2, layout=MANY)
     assert placed.failed == {}
     with closing(Uploader(servers[:2], shards=2, token=TOKEN)) as placement:
@@ -157,7 +157,7 @@ def test_shard_is_kept_until_all_other_shards_have_a_newer_version(servers: list
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_pull_from_a_shards_killed_server_finishes_from_its_replica(by_memory: bool) -> None:
+def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica(by_memory: bool) -> None:
     with ExitStack() as stack:
         victim, process = stack.enter_context(as_process("tests.fakes.parameter_server"))
         others = [stack.enter_context(in_thread(application())) for _ in range(3)]
@@ -176,7 +176,7 @@ def test_pull_from_a_shards_killed_server_finishes_from_its_replica(by_memory: b
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
-def test_pull_fails_at_once_naming_the_killed_server_of_a_shard() -> None:
+def test_pull_of_a_shard_from_a_killed_server_fails_without_waiting_and_names_the_server() -> None:
     with ExitStack() as stack:
         (victim, process) = stack.enter_context(as_process("tests.fakes.parameter_server"))
         other = stack.enter_context(in_thread(application()))
@@ -191,8 +191,10 @@ def test_pull_fails_at_once_naming_the_killed_server_of_a_shard() -> None:
         assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
-def test_wrong_bytes_of_a_shard_are_rejected_or_fetched_from_its_next_server(servers: list[str]) -> None:
-    """Shards of two publications with the same key are mixed, which only the digest of the whole version reveals."""
+def test_shard_with_wrong_bytes_is_fetched_from_the_next_server_or_rejected_if_there_is_none(
+    servers: list[str],
+) -> None:
+    """The shards come from two publications of one version number, which only the whole version's digest reveals."""
     place([servers[0], servers[1]], 2, layout=MANY)
     placed = place([servers[2], servers[3]], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
     into = np.zeros(MANY.num_bytes, np.uint8)
@@ -205,7 +207,7 @@ def test_wrong_bytes_of_a_shard_are_rejected_or_fetched_from_its_next_server(ser
     assert np.array_equal(into, flat(1, MANY))
 
 
-def test_restarted_servers_serve_their_saved_shards(tmp_path: Path) -> None:
+def test_restarted_parameter_servers_serve_the_shards_that_they_saved(tmp_path: Path) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         place(urls, 2, layout=MANY)
@@ -217,12 +219,12 @@ def test_restarted_servers_serve_their_saved_shards(tmp_path: Path) -> None:
     assert saved == MANY.num_bytes, "each byte once"
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
-        unwilling: Any = None  # the weights must not be gathered again
+        unwilling: Any = None  # reading the weights again would fail
         placed = place(urls, 2, layout=MANY, weights=unwilling)
         assert placed.digest == digest(1, MANY) and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
 
 
-def test_shard_count_that_differs_from_an_earlier_upload_is_rejected(servers: list[str]) -> None:
+def test_number_of_shards_that_differs_from_an_earlier_upload_is_rejected(servers: list[str]) -> None:
     place(servers[:2], 2, layout=MANY)
     with pytest.raises(UpdateError, match=r"was announced as shard 0 of 2 .*, now as shard 0 of 4"):
         place(servers, 4, layout=MANY)
@@ -230,7 +232,7 @@ def test_shard_count_that_differs_from_an_earlier_upload_is_rejected(servers: li
         Uploader(servers, shards=3, token=TOKEN)
 
 
-async def test_engines_fetch_from_all_shards_and_spread_over_replicas(servers: list[str]) -> None:
+async def test_engines_pull_all_shards_and_are_spread_over_the_replicas_of_each_shard(servers: list[str]) -> None:
     with ExitStack() as stack:
         engines = [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
         async with EngineClient(token=TOKEN) as client:

@@ -1,4 +1,4 @@
-"""The buffer of a pull: parts in any order, from several threads, on host or device, give the same digest."""
+"""The buffer into which weights are pulled: parts in any order, from several threads, on host or device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def land(received: ReceiveBuffer, part: Part) -> None:
 @pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "inside out"])
 @pytest.mark.parametrize("into", [np.zeros, torch.zeros, OnDevice], ids=["numpy", "torch", "device"])
-def test_parts_received_in_any_order_give_the_same_bytes_and_digest(into: Any, order: str, part_bytes: int) -> None:
+def test_parts_of_weights_received_in_any_order_give_the_same_bytes_and_digest(
+    into: Any, order: str, part_bytes: int
+) -> None:
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
     came: list[int] = []
     received = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], on_progress=came.append)
@@ -59,7 +61,7 @@ def test_parts_received_in_any_order_give_the_same_bytes_and_digest(into: Any, o
     assert came == sorted(came) and came[-1] == len(DATA)
 
 
-def test_parts_received_by_many_threads_give_the_same_bytes_and_digest() -> None:
+def test_parts_of_weights_received_by_many_threads_give_the_same_bytes_and_digest() -> None:
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
         received = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], on_progress=lambda _: None)
@@ -69,7 +71,7 @@ def test_parts_received_by_many_threads_give_the_same_bytes_and_digest() -> None
         assert received.digest() == DIGEST and np.array_equal(buffer, DATA)
 
 
-def test_single_shard_has_its_own_digest_and_leaves_other_bytes_unchanged() -> None:
+def test_receiving_a_single_shard_gives_its_own_digest_and_leaves_other_bytes_unchanged() -> None:
     buffer = np.full(len(DATA), 255, np.uint8)
     received = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], on_progress=lambda _: None)
     for part in received.missing(0, part_bytes=64)[::-1]:

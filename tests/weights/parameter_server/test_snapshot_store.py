@@ -1,4 +1,4 @@
-"""Persistent copies of weights: reading gives the saved bytes or an error, in a directory and behind a URL."""
+"""Snapshots of weights, in a directory or at a URL: reading a snapshot gives the saved bytes or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save(store: SnapshotStore, key: Key) -> None:
     store.save(snapshot_of(key), flat(key[1]))
 
 
-def test_clearing_a_snapshot_store_removes_only_its_own_snapshots(place: str) -> None:
+def test_clearing_a_store_of_weight_snapshots_removes_only_its_own_snapshots(place: str) -> None:
     for name in ("mine", "theirs"):
         save(SnapshotStore(f"{place}/{name}"), (1, 9))
     SnapshotStore(f"{place}/mine").clear()
@@ -49,7 +49,7 @@ def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place: str) 
     assert np.array_equal(into, flat(10))
 
 
-def test_saving_a_version_again_replaces_its_snapshot(place: str) -> None:
+def test_saving_a_weight_version_again_replaces_its_snapshot(place: str) -> None:
     store = SnapshotStore(place)
     save(store, (1, 1))
     store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
@@ -59,7 +59,7 @@ def test_saving_a_version_again_replaces_its_snapshot(place: str) -> None:
     assert np.array_equal(into, flat(2))
 
 
-def test_separately_saved_shards_form_the_whole_version(place: str) -> None:
+def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place: str) -> None:
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     for number in range(2):
         shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
@@ -71,12 +71,12 @@ def test_separately_saved_shards_form_the_whole_version(place: str) -> None:
     assert np.array_equal(into, flat(4))
 
 
-def test_empty_snapshot_store_has_no_snapshots(place: str) -> None:
+def test_empty_store_of_weight_snapshots_has_no_snapshots(place: str) -> None:
     assert list(SnapshotStore(place).newest()) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damaged_snapshot_bytes_are_rejected(tmp_path: Path, damage: str) -> None:
+def test_damaged_weight_snapshot_is_rejected(tmp_path: Path, damage: str) -> None:
     store = SnapshotStore(str(tmp_path))
     save(store, (1, 1))
     path = tmp_path / "1.1" / "weights.bin"
@@ -92,7 +92,7 @@ def test_damaged_snapshot_bytes_are_rejected(tmp_path: Path, damage: str) -> Non
 
 
 @pytest.mark.parametrize("manifest", [None, b"{", b"[]", b'{"format": 9}'])
-def test_snapshot_without_a_valid_manifest_is_skipped_with_a_log_entry(
+def test_weight_snapshot_without_a_valid_manifest_is_skipped_with_a_log_entry(
     tmp_path: Path, manifest: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = SnapshotStore(str(tmp_path))

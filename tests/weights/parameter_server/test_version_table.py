@@ -1,4 +1,4 @@
-"""The weight versions that a parameter server holds: their arrival, their retention, and reuse of their memory."""
+"""The table of weight versions on a parameter server: when they are served and dropped, and reuse of their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(table: VersionTable) -> list[Key]:
     return [version.key for version in table.versions()]
 
 
-def test_version_is_served_only_after_it_is_sealed() -> None:
+def test_weight_version_is_served_only_after_its_upload_is_complete() -> None:
     table = VersionTable(room=2)
     announce(table, 1)
     with pytest.raises(NotPrepared, match=r"1\.1 is not complete yet"):
@@ -41,7 +41,7 @@ def test_version_is_served_only_after_it_is_sealed() -> None:
         table.whole((1, 2))
 
 
-def test_announcing_and_sealing_a_version_are_idempotent() -> None:
+def test_announcing_and_completing_an_upload_may_be_repeated_without_effect() -> None:
     table = VersionTable(room=2)
     first = announce(table, 1)
     assert announce(table, 1).segment is first.segment
@@ -54,7 +54,7 @@ def test_announcing_and_sealing_a_version_are_idempotent() -> None:
         announce(table, 1, layout=WIDER)
 
 
-def test_full_version_table_rejects_a_version_and_names_the_lagging_members() -> None:
+def test_full_parameter_server_rejects_a_version_and_names_the_members_that_need_older_versions() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, b=None)
     publish(table, 2, a=(1, 1), b=None)
@@ -66,7 +66,7 @@ def test_full_version_table_rejects_a_version_and_names_the_lagging_members() ->
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_member_missing_from_a_confirmation_does_not_keep_a_version() -> None:
+def test_version_is_dropped_although_a_member_that_is_no_longer_listed_never_loaded_it() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, dead=None)
     publish(table, 2, a=(1, 1), dead=None)
@@ -74,7 +74,7 @@ def test_member_missing_from_a_confirmation_does_not_keep_a_version() -> None:
     assert held(table) == [(1, 2)]
 
 
-def test_memory_of_dropped_versions_is_reused_but_not_of_unfinished_ones() -> None:
+def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_is_not() -> None:
     table = VersionTable(room=2)
     first = publish(table, 1).segment
     second = publish(table, 2).segment
@@ -86,7 +86,7 @@ def test_memory_of_dropped_versions_is_reused_but_not_of_unfinished_ones() -> No
     assert announce(table, 5).segment is second
 
 
-def test_memory_is_not_reused_for_a_version_of_another_size() -> None:
+def test_memory_of_a_dropped_version_is_not_reused_for_a_version_of_another_size() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     publish(table, 2)
@@ -94,7 +94,7 @@ def test_memory_is_not_reused_for_a_version_of_another_size() -> None:
     assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
 
 
-def test_version_in_use_is_dropped_only_after_its_use() -> None:
+def test_version_that_is_being_sent_or_saved_is_dropped_only_afterwards() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     with table.using((1, 1)):
@@ -105,7 +105,7 @@ def test_version_in_use_is_dropped_only_after_its_use() -> None:
     assert held(table) == [(1, 2)]
 
 
-def test_trainer_of_a_later_epoch_takes_over_and_the_earlier_one_is_rejected() -> None:
+def test_parameter_server_rejects_a_trainer_once_a_trainer_of_a_later_epoch_has_announced_a_version() -> None:
     table = VersionTable(room=2)
     publish(table, 7, a=(1, 6))
     publish(table, 8, a=(1, 6))
@@ -118,14 +118,14 @@ def test_trainer_of_a_later_epoch_takes_over_and_the_earlier_one_is_rejected() -
     assert held(table) == [(2, 5)]
 
 
-def test_version_older_than_the_newest_is_rejected() -> None:
+def test_weight_version_older_than_the_newest_is_rejected() -> None:
     table = VersionTable(room=3)
     publish(table, 7)
     with pytest.raises(StaleVersion, match=r"must come after 1\.7"):
         announce(table, 6)
 
 
-def test_version_table_for_a_single_version_is_rejected() -> None:
+def test_parameter_server_with_room_for_a_single_version_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         VersionTable(room=1)
 
@@ -153,19 +153,19 @@ histories = st.fixed_dictionaries(
         ({(1, 5), (1, 6), (1, 7)}, {"a": (1, 6)}, {(1, 5)}),
     ],
 )
-def test_version_is_collectable_when_all_members_have_a_newer_one(
+def test_version_may_be_dropped_when_all_members_have_it_or_a_newer_version_and_a_newer_one_is_complete(
     whole: set[Key], progress: dict[str, Key | None], collected: set[Key]
 ) -> None:
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
 
 
-def test_version_in_use_is_not_collectable() -> None:
+def test_version_that_is_being_sent_or_saved_may_not_be_dropped() -> None:
     whole = {(1, 5), (1, 6)}
     assert collectable(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == set()
     assert holders(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == ["1.5 is being sent or saved"]
 
 
-def test_versions_of_an_earlier_epoch_are_kept_for_no_member() -> None:
+def test_versions_of_an_earlier_epoch_may_be_dropped_although_members_lack_newer_versions() -> None:
     whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
     assert collectable(whole, progress, epoch=1, in_use=set()) == set()
     assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
@@ -174,7 +174,7 @@ def test_versions_of_an_earlier_epoch_are_kept_for_no_member() -> None:
 
 
 @given(histories, st.integers(1, 4))
-def test_version_that_a_member_needs_is_never_collectable(history: dict[str, object], epoch: int) -> None:
+def test_version_that_a_member_needs_may_never_be_dropped(history: dict[str, object], epoch: int) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     gone = collectable(whole, progress, epoch=epoch, in_use=in_use)
@@ -190,7 +190,9 @@ def test_version_that_a_member_needs_is_never_collectable(history: dict[str, obj
 
 
 @given(histories, keys)
-def test_progress_of_members_never_makes_fewer_versions_collectable(history: dict[str, object], reached: Key) -> None:
+def test_progress_of_members_never_reduces_the_set_of_versions_that_may_be_dropped(
+    history: dict[str, object], reached: Key
+) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     ahead = {name: max(at, reached) if at else reached for name, at in progress.items()}

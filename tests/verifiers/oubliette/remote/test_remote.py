@@ -1,4 +1,4 @@
-"""The sandbox behind HTTP: the same verdicts as locally, links instead of data, and masked failures."""
+"""A remote sandbox, used over HTTP, gives the same verdicts as a local one; its failures are no verdicts on answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Served:
 
 
 def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
-    """Wrap the application to append the body of each work request to `bodies`."""
+    """Wrap the application, so that the body of each request to run programs is appended to `bodies`."""
 
     async def recorded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != wire.WORK:
@@ -70,7 +70,7 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve a real service with its own sandbox."""
+    """Serve a real sandbox service that has its own sandbox."""
     persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
     own = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=2)
     runner = LocalRunner(own, tier="default", at_once=2, repository=persistent, outputs=transient)
@@ -109,7 +109,7 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem, f"```{language}\n{code}\n```")
 
 
-async def test_remote_sandbox_gives_the_verdicts_of_the_local_one_and_names_its_tier(
+async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_names_its_isolation_tier(
     verifier: Oubliette,
 ) -> None:
     verdict = await judged(verifier, RIGHT)
@@ -127,8 +127,10 @@ async def test_remote_sandbox_gives_the_verdicts_of_the_local_one_and_names_its_
         assert told in verdict.reason
 
 
-async def test_uploaded_tests_are_sent_to_the_remote_sandbox_as_links(served: Served, verifier: Oubliette) -> None:
-    """Requests link to input and answer in the repository, and contain the program's source once."""
+async def test_cases_that_were_uploaded_to_the_remote_sandbox_are_sent_as_links(
+    served: Served, verifier: Oubliette
+) -> None:
+    """Requests contain links to inputs and outputs that are in the service's repository, and the program's source."""
     tests = []
     for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
         given, wanted = served.repository.put(word), served.repository.put(word[::-1])
@@ -145,7 +147,9 @@ async def test_uploaded_tests_are_sent_to_the_remote_sandbox_as_links(served: Se
     assert "upload it" in verdict.reason
 
 
-async def test_concurrent_remote_runs_share_one_request_and_keep_their_order(served: Served) -> None:
+async def test_concurrent_runs_in_the_remote_sandbox_share_one_request_and_get_their_own_outputs(
+    served: Served,
+) -> None:
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -177,7 +181,7 @@ async def test_custom_checker_is_compiled_once_and_then_sent_as_a_link(served: S
     assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_unavailable_sandbox_service_is_reported_and_its_answers_are_masked(
+async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailable(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SandboxMissing, match="rejects the token"):
@@ -212,7 +216,7 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
         ({"languages": 3}, "is not an Oubliette service"),
     ],
 )
-async def test_sandbox_service_of_another_protocol_or_a_weaker_tier_is_rejected(
+async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_is_rejected(
     changes: dict[str, Any], told: str
 ) -> None:
     with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
@@ -232,7 +236,7 @@ async def test_sandbox_service_of_another_protocol_or_a_weaker_tier_is_rejected(
         (Response("{}", status_code=400), "refuses .400."),
     ],
 )
-async def test_invalid_answers_of_a_sandbox_service_are_rejected(answer: Any, told: str) -> None:
+async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer: Any, told: str) -> None:
     with in_thread(_scripted(answer)) as url:
         async with runner_at(url) as runner:
             with pytest.raises(SandboxLost, match=told):
@@ -257,7 +261,7 @@ async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> N
     assert isinstance(executed, Executed) and len(asked) == 3
 
 
-async def test_closing_the_remote_runner_fails_its_waiting_calls() -> None:
+async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_calls() -> None:
     gate = asyncio.Event()
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status())
@@ -314,7 +318,9 @@ async def test_sandbox_service_rejects_invalid_requests(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_linked_tests_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_cases_given_as_links_are_read_from_the_repository_that_the_recipe_names(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 

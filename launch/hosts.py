@@ -278,7 +278,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 def _from_proc(gpus: Path) -> Iterator[str]:
-    """Yield lines like those of `nvidia-smi` from the driver's own files, without memory and instances."""
+    """Yield a line per GPU like `nvidia-smi`, from the driver's files; without memory sizes and MIG instances."""
     folders = sorted(gpus.iterdir()) if gpus.is_dir() else []
     for index, folder in enumerate(folders):  # each folder is named after the PCI address of its GPU
         uuid = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())

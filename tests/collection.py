@@ -1,7 +1,7 @@
-"""Pytest hooks with which parallel test processes collect tests from different folders on, but run them in one order.
+"""Pytest hooks: each parallel test process begins to collect at another folder, and all run the tests in one order.
 
 pytest rewrites the assertions of a file and caches the result for other processes. If all processes collected in the
-same order, each would rewrite every file itself, which takes half of the collection time.
+same order, each would rewrite every file itself; rewriting takes half of the collection time.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class OtherNodes:
     heartbeats: dict[str, LastHeartbeat] = field(default_factory=dict)
 
     def read(self, now: float) -> None:
-        """Read the other nodes' files."""
+        """Return what the other nodes have written to their membership files."""
         for host in self.hosts:
             try:
                 record = msgspec.json.decode(node_path(self.run_dir, host).read_bytes(), type=NodeRecord)

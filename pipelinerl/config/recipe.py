@@ -301,7 +301,7 @@ class RunConfig(Section):
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
-        """Return the maximum number of tokens of an answer to a problem of the domain in the evaluation set `asked`."""
+        """Return the token limit of answers to the domain's problems in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 

@@ -80,7 +80,7 @@ def digest_of(text: str) -> bytes:
 
 
 def split_of_digest(digest: int) -> Split:
-    """Return the split that a digest, read as a little-endian number, decides: 80 % train, 10 % each other split."""
+    """Return a problem's split, decided by its digest as a little-endian number: 80 % train, 10 % in each other."""
     return _SET_APART.get(digest % _BUCKETS, Split.TRAIN)
 
 

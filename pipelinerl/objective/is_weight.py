@@ -239,8 +239,7 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
 #: Bound of a sequence's log-ratio, as in VESPO's code; beyond it the weight is 0 in floating point anyway.
 _FAR: Final = 20.0
 
-#: Kinds of weights that contain a ratio of two policies. `SequenceRatioWeight` has those whose ratio covers a whole
-#: rollout.
+#: The weights that contain a ratio of two policies; then those of them whose ratio covers a whole rollout.
 Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
 SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 

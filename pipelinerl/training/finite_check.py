@@ -79,7 +79,7 @@ def check_predictions(
 def check_terms(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
 ) -> None:
-    """Raise NonFiniteStep for the objective's first slot that is not finite at these log-probs, computed in fp32.
+    """Compute the objective's terms in fp32 at these log-probs; raise NonFiniteStep for the first non-finite term.
 
     Terms that read whole distributions are not checked, because only the trainer has the distributions.
     """

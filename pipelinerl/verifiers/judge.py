@@ -61,7 +61,7 @@ class Reply(Protocol):
 
 
 class JudgeServer(Protocol):
-    """A model server that replies to a judge's prompts. It retries calls, with one deadline for all attempts."""
+    """Client of the model server that answers a judge's prompts; one deadline covers all attempts of a call."""
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Reply:
         """Return one reply. Raises `PipelineError` if the server gives none."""

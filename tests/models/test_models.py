@@ -328,7 +328,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_decoding_tokens_for_display_shows_special_tokens_or_else_ids_if_there_is_no_tokenizer(tmp_path):
+def test_decoding_for_display_shows_special_tokens_and_without_a_tokenizer_token_ids(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

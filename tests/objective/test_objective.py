@@ -171,7 +171,7 @@ def test_values_outside_the_loss_mask_change_neither_loss_nor_gradient(objective
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_needs_of_an_objective_names_exactly_the_columns_that_its_evaluation_reads(columns_of):
+def test_objective_declares_exactly_the_batch_columns_that_its_loss_reads(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
         offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}

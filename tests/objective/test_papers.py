@@ -161,7 +161,7 @@ def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_t
     "name",
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
-def test_loss_of_a_preset_without_clipping_has_the_value_of_its_papers_loss(name: str) -> None:
+def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name: str) -> None:
     """GMPO clips, but has the value of its paper's loss. Distillation has another value, and only the same gradient."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)

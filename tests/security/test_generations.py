@@ -103,7 +103,7 @@ def test_parameter_server_rejects_a_wrong_epoch_with_an_error_that_names_a_remed
         (parameter_server, "/progress", {"epoch": 10**30}),
     ],
 )
-async def test_epochs_generations_and_versions_have_an_upper_limit(
+async def test_trainer_epochs_actor_generations_and_weight_versions_above_a_limit_are_rejected(
     server: Any, path: str, body: dict[str, Any]
 ) -> None:
     layout = LAYOUT.model_dump(mode="json")

@@ -433,7 +433,7 @@ def half_the_gradient(sound, *, learning_rate):
         ({"optimizer_step": half_the_gradient}, {"gradient_matches_the_loss", "clipping_bounds_the_norm"}),
     ],
 )
-def test_faults_of_a_trainer_of_adapters_are_detected_from_its_losses(verbs, expected, spec, tmp_path):
+def test_conformance_kit_detects_broken_lora_trainers_from_their_losses(verbs, expected, spec, tmp_path):
     """These checks read the loss and not the weights, so a trainer of all weights can stand in for one of adapters."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_matches_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)

@@ -61,7 +61,9 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
         asked.append((version, groups))
         return [7, 19]
 
-    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # the entropy of 5 of 80 rollouts is measured
+    told = EntropyMeter(1, kept).measure(
+        made, batch(40, producing=3)
+    )  # the batch has 80 rollouts; the meter measures the entropy of 5 of them
     assert asked == [(3, 40)]
     assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
     for tokens in told.of_tokens.values():

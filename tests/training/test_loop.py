@@ -513,7 +513,7 @@ async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Pa
         assert made.engines.taken == [(1, 0, 2)]
 
 
-async def test_failed_prompt_orders_are_reported_without_waiting_for_a_training_step(tmp_path: Path) -> None:
+async def test_failed_prompt_orders_are_reported_before_the_next_training_step(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", failed=[0, 1])

@@ -349,7 +349,7 @@ class Controller:
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
-        # A run that is FINISHING returns to TRAINING: its last evaluation begins again when this trainer stops.
+        # A trainer that joins a FINISHING run sets it back to TRAINING; the last evaluation begins again when it stops.
         if self.state.phase is not RunPhase.FINISHED:
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:

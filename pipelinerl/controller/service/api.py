@@ -125,7 +125,9 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(changes)  # validates the changes; its errors name the wrong knob
+            service.controller.state.knobs.patched(
+                changes
+            )  # validates the changes; an error names the knob with the invalid value
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")

@@ -381,7 +381,7 @@ class DecodeLoop:
 
 
 def _prefill(admission: Admission) -> Prefill:
-    """Return the prefill of an admission's tokens except the newest, which the next decode step feeds."""
+    """Return the request to prefill an admitted sequence except its last token, which the next step feeds."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 

@@ -185,8 +185,8 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        # Commands of one lane run one after the other. Gathering weights computes on devices, so it runs in the lane of
-        # the passes.
+        # Commands in one lane run one at a time. `Save` only reads. Gathering weights computes on the devices, so it
+        # shares a lane with the forward and backward passes.
         lane = Lane.READS if isinstance(message, Save) else Lane.PASSES
         return self._ranks.together(lambda _: message, own, lane=lane).own
 

@@ -233,7 +233,7 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return orders whose groups the step must await, so that they do not become stale; [] if it need not wait.
+    """Return the orders that the step must await, because their groups would be stale in a later step; often none.
 
     Without waiting, the step that makes version `step` would train the orders `chosen`, and each later step would train
     as many orders. `waiting` are the orders whose groups have arrived.

@@ -105,7 +105,7 @@ class SegmentTable:
         return self.segments[number].trained
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Return the indices, among all N sampled tokens, of the tokens that the segments `members` train."""
+        """Return the indices of the trained tokens of the segments `members`, counted over all N sampled tokens."""
         starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
         parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)

@@ -145,9 +145,8 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    # True if only the compiler ran, so that the result is its output and not the attack's.
-    is_program = attack.language != "python" and len(results) == 1
-    if b"ESCAPED" in last.stdout and not is_program:
+    ran = attack.language == "python" or len(results) > 1  # otherwise the only result is the compiler's
+    if b"ESCAPED" in last.stdout and ran:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])
     for result in results:

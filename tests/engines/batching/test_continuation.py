@@ -92,7 +92,7 @@ async def test_recompute_kv_update_prefills_prefix_and_new_tokens(engine: Batchi
         ({"prefixes": [AnswerPrefix(index=0, token_ids=[5, 9999])]}, "has a token outside"),
     ],
 )
-async def test_prefixes_that_could_not_have_been_sampled_are_rejected(
+async def test_answer_prefixes_that_no_engine_could_have_sampled_are_rejected(
     engine: BatchingEngine, gate: GatedRunner, endless: Any, fields: dict[str, Any], says: str
 ) -> None:
     prefixes = [AnswerPrefix(index=0, token_ids=endless.encode("hi"))]

@@ -177,7 +177,7 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
     """Yield a sentence for each effect of the fenced trainer after `seen`, other than a checkpoint."""
-    told = _told(cluster)[seen.events :]  # read the events first: each report is witnessed before its event
+    told = _told(cluster)[seen.events :]  # before the reports: each report is recorded before its event is written
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
         version = event["model_version"]

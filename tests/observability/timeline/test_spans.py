@@ -98,7 +98,7 @@ def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_r
     assert list(reader.open()) == []
 
 
-def test_group_is_matched_to_its_training_step_even_if_its_stages_are_reported_in_another_event() -> None:
+def test_group_is_matched_to_its_training_step_even_if_an_event_of_its_own_reports_its_stages() -> None:
     late = step(1, 10.0) | {"stages": []}
     told_late = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
     groups = [d for d in _drawn([late, told_late])[1] if isinstance(d, TracedGroup)]

@@ -247,7 +247,7 @@ def test_bf16_trainer_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_
     assert {str(array.dtype) for array in trainer._worker.weights.values()} == {"float32"}
 
 
-def test_gathered_weights_have_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
+def test_gathered_weights_have_the_dtype_that_is_stored_in_the_model_directory(model_path, tmp_path, micro_batch):
     path = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
     trainer = started(path)

@@ -234,7 +234,7 @@ def test_pull_of_a_missing_weight_version_fails_with_the_reason_of_each_server(s
         WeightPuller(token=TOKEN).fetch(order(4, *servers), into=np.zeros(LAYOUT.num_bytes, np.uint8))
 
 
-def test_pull_of_weights_that_is_late_or_cancelled_fails(server: str) -> None:
+def test_weight_pull_fails_if_it_misses_its_deadline_or_is_cancelled(server: str) -> None:
     place([server], publication(1))
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     with pytest.raises(DeadlineError):

@@ -28,7 +28,7 @@ class AttentionPlan(Protocol):
 
     @property
     def group(self) -> SequenceGroup | None:
-        """The processes over which the K tokens are divided outside attention; None for one process."""
+        """The processes that divide the K tokens, and inside attention the heads; None for a single process."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:

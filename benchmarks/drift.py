@@ -62,7 +62,6 @@ TEMPLATES: Final = {
         "{%- endfor %}" + _OPEN
     ),
     "Qwen2.5": _DEFAULT + _VERBATIM,
-    "Qwen3-2507": _VERBATIM,
     "Qwen3": (
         _TOOLS + "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
         "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -74,6 +73,7 @@ TEMPLATES: Final = {
         "{{- content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- else %}"
         "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + _OPEN
     ),
+    "Qwen3-2507": _VERBATIM,
     "Llama 3.1": (
         "{%- set role = 'system' %}" + _HEADER + "{{- 'Cutting Knowledge Date: December 2023\n\n' }}"
         "{%- for tool in tools or [] %}{{- (tool | tojson) + '\n' }}{%- endfor %}{{- '<|eot_id|>' }}"

@@ -40,7 +40,7 @@ def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # verifiers opens a client for each episode. Reading the trusted certificates takes most of that time: cache them.
+    # A judge of verifiers opens a client for each call. Reading the trusted certificates takes most of that time.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
@@ -61,6 +61,7 @@ def _environment(taskset: str, options: dict[str, Any]) -> Any:
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
     _offer_chat_harness()
+    _share_connections()
     options["taskset"] = {**options.get("taskset", {}), "id": taskset}
     is_free = vf.default_agent_harness(taskset).id == vf.HarnessConfig().id
     trains = {}
@@ -74,20 +75,38 @@ def _environment(taskset: str, options: dict[str, Any]) -> Any:
     return environment
 
 
+def _share_connections() -> None:
+    """Let the agents of all episodes share connections to the gateway.
+
+    verifiers keeps a client for each base URL until the host ends, and each agent of an episode has its own URL.
+    """
+    from verifiers.v1.clients import eval as relay
+
+    build, clients = relay.build_async_httpx, dict[str, Any]()
+
+    def shared(config: Any) -> Any:
+        key = config.timeout.model_dump_json()
+        if key not in clients:
+            clients[key] = build(config)
+        return clients[key]
+
+    relay.build_async_httpx = shared
+
+
 def _name_agents(environment: Any, trains: dict[str, bool]) -> None:
     """Let each agent call the gateway under its own name; `trains` has the agents' roles.
 
     verifiers calls `setup` with the agents of each episode before they run. An agent whose options name another model
-    server keeps it.
+    server keeps it, and does not train.
     """
     setup = environment.setup
 
     async def named(agents: Any) -> None:
         await setup(agents)
         for role, may_train in trains.items():
-            agent = getattr(agents, role)
-            agent.trainable = agent.trainable and may_train
-            if getattr(environment.config, role).client is None:
+            agent, is_ours = getattr(agents, role), getattr(environment.config, role).client is None
+            agent.trainable = agent.trainable and may_train and is_ours
+            if is_ours:
                 name = ("" if agent.trainable else _UNTRAINED) + (role if len(trains) > 1 else _MAIN)
                 url = agent.ctx.client.base_url.replace(f"/{_MAIN}/v1", f"/{name}/v1")
                 client = agent.ctx.client.model_copy(update={"base_url": url})

@@ -149,6 +149,15 @@ async def test_agents_of_a_verifiers_environment_train_under_their_own_names(opt
 
 
 @pytest.mark.slow
+async def test_episodes_of_a_verifiers_taskset_share_connections(options: dict[str, object]) -> None:
+    open_files = 'float(len(__import__("os").listdir("/proc/self/fd")))'
+    file = Path(str(options["path"])) / "letters.py"
+    file.write_text(TASKSET.replace("float(trace.last_reply == self.data.answer)", open_files))
+    rewards = [made.rollout.verdict.reward for (made,) in await played(options, *[numbered(2)] * 30)]
+    assert rewards[-1] - rewards[4] < 10
+
+
+@pytest.mark.slow
 async def test_error_names_a_task_beyond_the_taskset_or_a_taskset_that_fails_to_load(
     options: dict[str, object],
 ) -> None:

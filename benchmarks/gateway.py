@@ -236,6 +236,7 @@ async def _played(number: int, sample: SampleTurn) -> tuple[list[bytes], list[by
         answer = await sample(planned.request)
         episode.record(planned, answer)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    assert all(turn.parent for turn in episode.turns[1:]), "each turn must continue the one before"
     return own, forwarded
 
 

@@ -1,4 +1,4 @@
-"""Measure what an actor's gateway costs: processor time of a turn, memory of open episodes, time of real turns.
+"""Measure an actor's gateway: processor time of a turn, memory of open episodes, time of real turns.
 
     turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; the result
               is the processor time of the gateway's process per request

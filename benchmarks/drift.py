@@ -5,9 +5,10 @@
     ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is misplaced in
                the training sequence, or not trained exactly once
 
-The templates behave like the models they are named after, and answers resemble those of models: one in five ends with
-white space, and half of the tool calls are compact JSON. In the arms `split`, one token in 50 is sampled as two tokens
-that spell the same text, as happens at temperature 1.
+The templates behave like the models they are named after; Qwen3-2507 is that of Instruct-2507, which keeps thinking and
+white space in answers. Answers resemble those of models: one in five ends with white space, and half of the tool calls
+are compact JSON. A conversation is plain, or its answers think, call a tool, or do `both` in one turn. In the arms
+`split`, one token in 50 is sampled as two tokens that spell the same text, as happens at temperature 1.
 """
 
 from __future__ import annotations
@@ -49,17 +50,18 @@ _CALLS: Final = (
     "{{- '}\n</tool_call>' }}{%- endfor %}"
 )
 _HEADER: Final = "{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
-#: Chat templates by name. SmolLM2's template does not support tools.
+_VERBATIM: Final = (
+    _TOOLS + "{%- for m in messages %}{%- set content = m.content %}" + _RESULT + "{%- else %}"
+    "{{- '<|im_start|>' + m.role + '\n' + content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    + _OPEN
+)  # fmt: skip
+#: Chat templates by name. SmolLM2's does not support tools. In Llama's, a call takes the whole answer.
 TEMPLATES: Final = {
     "SmolLM2": (
         _DEFAULT + "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
         "{%- endfor %}" + _OPEN
     ),
-    "Qwen2.5": (
-        _DEFAULT + _TOOLS + "{%- for m in messages %}{%- set content = m.content %}" + _RESULT + "{%- else %}"
-        "{{- '<|im_start|>' + m.role + '\n' + content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-        + _OPEN
-    ),
+    "Qwen2.5": _DEFAULT + _VERBATIM,
     "Qwen3": (
         _TOOLS + "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
         "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -71,6 +73,7 @@ TEMPLATES: Final = {
         "{{- content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- else %}"
         "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + _OPEN
     ),
+    "Qwen3-2507": _VERBATIM,
     "Llama 3.1": (
         "{%- set role = 'system' %}" + _HEADER + "{{- 'Cutting Knowledge Date: December 2023\n\n' }}"
         "{%- for tool in tools or [] %}{{- (tool | tojson) + '\n' }}{%- endfor %}{{- '<|eot_id|>' }}"
@@ -91,21 +94,18 @@ def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     rows, record, count = [], {}, 10 if quick else CONVERSATIONS
     for name, template in TEMPLATES.items():
-        model = TemplateModel(template)
-        for kind in ("plain", "think", "tool"):
-            if kind == "tool" and "tool" not in template:
+        model, needed = TemplateModel(template), {"tool": "tool_calls", "both": "<tool_call>"}
+        for kind in ("plain", "think", "tool", "both"):
+            if needed.get(kind, "") not in template:
                 continue
             naive = [sum(model.naive_drifts(kind, seed, split) for seed in range(count)) for split in (0.0, 0.02)]
             played = [model.episode(kind, seed, 0.02) for seed in range(count)]
             drifts, segments = sum(drift for drift, _ in played), sum(number for _, number in played) / count
             shares = {"naive": naive[0] / count, "naive_split": naive[1] / count, "ours": drifts / count}
             record[f"{name}, {kind}"] = shares | {"segments": segments}
-            rows += [
-                Row(f"{name}, {kind}: naive drifts; split", "{naive:.2f}; {naive_split:.2f}".format(**shares)),
-                Row("  ours drifts", shares["ours"], "0", drifts == 0),
-                Row("  segments an episode", segments, "1.00", segments == 1.0),
-            ]
-    print_table("drift", rows)
+            value = "; ".join(f"{each:.2f}" for each in (*shares.values(), segments))
+            rows.append(Row(f"{name}, {kind}", value, "-; -; 0; 1", drifts == 0 and segments == 1.0))
+    print_table("drift: share of conversations, naive; naive, split; ours; and our segments an episode", rows)
     write_record("drift", {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
 
 
@@ -131,13 +131,13 @@ class TemplateModel:
         draw, words = generator(seed, "drift", kind), _SENTENCE.split()
         for turn in range(TURNS):
             text = " ".join(draw.choice(words, size=draw.integers(3, 12))) + draw.choice(["", "", "", "", " \n"])
-            if kind == "think":
-                text = f"<think>\n{' '.join(draw.choice(words, size=8))}\n</think>\n\n{text}"
-            elif kind == "tool" and turn < TURNS - 1:
+            thinking = " ".join(draw.choice(words, size=8)) if kind in ("think", "both") else ""
+            if kind in ("tool", "both") and turn < TURNS - 1:
                 fields = {"a": int(draw.integers(100)), "b": int(draw.integers(100))}
                 call = {"name": "add", "parameters" if self._is_llama else "arguments": fields}
                 text = json.dumps(call, separators=(",", ":") if draw.random() < 0.5 else None)
                 text = text if self._is_llama else f"<tool_call>\n{text}\n</tool_call>"
+            text = f"<think>\n{thinking}\n</think>\n\n{text}" if thinking else text
             ids = self.tokenizer.encode(text)
             yield [part for one in ids for part in (self._halves(one) if draw.random() < split else [one])] + [self.end]
 
@@ -199,4 +199,4 @@ class TemplateModel:
 
 
 def _tools(kind: str) -> list[ToolDefinition]:
-    return [ToolDefinition.model_validate(_ADD)] if kind == "tool" else []
+    return [ToolDefinition.model_validate(_ADD)] if kind in ("tool", "both") else []

@@ -12,7 +12,6 @@ An episode is stuck if it has not ended after twice the longest time that its to
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 from benchmarks import games
 from benchmarks.arms import Job, train, training_clock
-from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.measure import Row, print_table, recorded_parts, write_record
 from benchmarks.paced import PacedRunner
 from benchmarks.processes import open_many_files, spawned
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
@@ -81,10 +80,7 @@ class Crowded:
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence[str] = _PARTS) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
-    rows: list[Row] = []
-    record = RESULTS / "episodes.json"
-    known = json.loads(record.read_text()) if record.exists() else {}
-    payload: dict[str, Any] = {part: known[part] for part in _PARTS if part in known}
+    rows, payload = list[Row](), recorded_parts("episodes", _PARTS)
     if "busy" in only:
         crowd = (
             Crowd(groups=12, slots=8, warm_s=3.0, seconds=5.0, longest_tool_s=3.0, step_s=0.02) if quick else Crowd()

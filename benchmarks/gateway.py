@@ -1,26 +1,42 @@
-"""Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
+"""Measure an actor's gateway: processor time of a turn, memory of open episodes, time of real turns.
 
     turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; the result
               is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
+    ratio     agents of `EPISODES` concurrent episodes send turns of `NEW_TOKENS` new tokens through a gateway, which
+              forwards them to a torch engine as an actor does; in the other arm they send the engine the very requests
+              that the gateway sends it. Engine, gateway and agents have a process each
 
-No engine takes part: a fake sampler answers immediately.
+In `turn` and `memory`, a fake sampler answers immediately instead of an engine. `--only PART` keeps the recorded
+results of all other parts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final, final
+from pathlib import Path
+from typing import Final, final
 
 import psutil
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import (
+    Paired,
+    Row,
+    bootstrap_median,
+    paired,
+    print_table,
+    recorded_parts,
+    seconds_of,
+    write_record,
+)
 from benchmarks.processes import Child, open_many_files, spawned
+from benchmarks.served_engine import EngineOrder, served
 from inference_contract.schemas import (
     AssistantMessage,
     ChatCompletion,
@@ -30,9 +46,12 @@ from inference_contract.schemas import (
     Usage,
 )
 from inference_contract.tools import ToolCall
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
-from pipelinerl.environments.gateway import Gateway, OpenEpisode
+from pipelinerl.environments.gateway import Gateway, OpenEpisode, SampleTurn
+from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system.http_client import call_timeout, hot_session
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 
@@ -42,27 +61,37 @@ NEW_TOKENS: Final = 64
 REQUESTS: Final = 200
 ROUNDS: Final = 7
 OPEN: Final = 2000
+EPISODES: Final = 8
+TURNS: Final = 4
+_PARTS: Final = ("turn", "memory", "ratio")
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
 #: Seconds between the connections of two agents. Simultaneous connections would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 
-def run(quick: bool = False) -> None:
-    """Run the benchmark, print its table and, unless `quick`, write its record."""
+def run(quick: bool = False, *, only: Sequence[str] = _PARTS) -> None:
+    """Run the benchmark or its parts `only`, print the table and, unless `quick`, write the record."""
     open_many_files()
+    rows, payload = list[Row](), recorded_parts("gateway", _PARTS)
     with spawned(_agents) as agents:
-        turns = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
-        mib = asyncio.run(_memory(agents))
-    gateway = bootstrap_median(turns)
-    print_table(
-        "gateway",
-        [
-            Row(f"processor time of a turn at {CONTEXT} tokens, ms", gateway, "<= 0.5", gateway.median <= 0.5),
-            Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
-        ],
-    )
-    payload = {"turn_ms": gateway.as_dict(), "open_mib": mib}
+        if "turn" in only:
+            turn = bootstrap_median(asyncio.run(_cost(agents, 2 if quick else ROUNDS)))
+            name = f"processor time of a turn at {CONTEXT} tokens, ms"
+            rows.append(Row(name, turn, "<= 0.5", turn.median <= 0.5))
+            payload["turn"] = {"ms": turn.as_dict()}
+        if "memory" in only:
+            mib = asyncio.run(_memory(agents))
+            rows.append(Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400))
+            payload["memory"] = {"mib": mib}
+        if "ratio" in only:
+            timings = _real_turns(agents, 2 if quick else 3 * ROUNDS)
+            ratio = timings.ratio("gateway", "direct")
+            tokens_per_s = EPISODES * TURNS * NEW_TOKENS / timings.median("gateway")
+            name = f"time of turns of {NEW_TOKENS} tokens in {EPISODES} episodes, gateway / direct"
+            rows += [Row(name, ratio, "<= 1.03", ratio.high <= 1.03), Row("    tokens/s of the gateway", tokens_per_s)]
+            payload["ratio"] = {"ratio": ratio.as_dict(), **timings.as_dict()}
+    print_table("gateway", rows)
     write_record("gateway", payload, quick=quick)
 
 
@@ -136,7 +165,7 @@ async def _cost(agents: Child, rounds: int) -> list[float]:
     async with gateway.serve(), _opened(gateway, sample, 0) as opened:
         for _ in range(rounds):
             began = time.process_time()
-            await asyncio.to_thread(agents.call, ([f"{opened.base_url()}/chat/completions"] * REQUESTS, 1, 0.0))
+            await _sent(agents, [(opened.base_url(), [_body(conversation())] * REQUESTS)])
             took.append((time.process_time() - began) / REQUESTS * 1000)
     return took
 
@@ -148,8 +177,8 @@ async def _memory(agents: Child) -> float:
         await stack.enter_async_context(gateway.serve())
         before = process.memory_info().rss
         opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
-        urls = [f"{each.base_url()}/chat/completions" for each in opened]
-        sending = asyncio.create_task(asyncio.to_thread(agents.call, (urls, OPEN, _APART_S), timeout_s=_DEADLINE_S))
+        bodies = [_body(conversation())]
+        sending = asyncio.create_task(_sent(agents, [(each.base_url(), bodies) for each in opened], _APART_S))
         while sample.waiting < OPEN:
             await asyncio.sleep(0.1)
         taken = process.memory_info().rss - before
@@ -158,31 +187,90 @@ async def _memory(agents: Child) -> float:
     return taken / 2**20
 
 
+def _real_turns(agents: Child, rounds: int) -> Paired:
+    """Return the seconds that all turns take through the gateway and directly, by round."""
+    with tempfile.TemporaryDirectory(prefix="gateway-") as name:
+        random_decoder(DebugSize.MB_3).save_pretrained(name)
+        with served(EngineOrder(folder=Path(name), slots=EPISODES, context=CONTEXT)) as engine:
+            return asyncio.run(_compared(agents, engine.url, rounds))
+
+
+async def _compared(agents: Child, url: str, rounds: int) -> Paired:
+    loop, gateway = asyncio.get_running_loop(), Gateway()
+    async with EngineClient() as client, gateway.serve():
+        pool = EnginePool(client, [url])
+
+        async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+            return (await pool.complete(request)).completion
+
+        played = await asyncio.gather(*(_played(number, sample) for number in range(EPISODES)))
+
+        async def direct() -> None:
+            await _sent(agents, [(f"{url}/v1", forwarded) for _, forwarded in played])
+
+        async def through_gateway() -> None:
+            async with AsyncExitStack() as stack:
+                episodes = [Episode(order(number), 0, EpisodeLimits()) for number in range(EPISODES)]
+                opened = [await stack.enter_async_context(gateway.open(each, sample)) for each in episodes]
+                await _sent(agents, [(each.base_url(), own) for each, (own, _) in zip(opened, played, strict=True)])
+
+        arms = {
+            "direct": seconds_of(lambda: asyncio.run_coroutine_threadsafe(direct(), loop).result()),
+            "gateway": seconds_of(lambda: asyncio.run_coroutine_threadsafe(through_gateway(), loop).result()),
+        }
+        return await asyncio.to_thread(paired, arms, rounds)
+
+
+async def _played(number: int, sample: SampleTurn) -> tuple[list[bytes], list[bytes]]:
+    """Play an episode; return its agent's requests, and those that the gateway makes of them.
+
+    If another episode of this number repeats them, the engine samples the same tokens: seeds follow from the order.
+    """
+    episode, messages = Episode(order(number), 0, EpisodeLimits()), list[dict[str, str]]()
+    own, forwarded = list[bytes](), list[bytes]()
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"{number} {turn} {_WORDS}"})
+        own.append(_body(messages))
+        planned = episode.plan("main", json.loads(own[-1]))
+        forwarded.append(planned.request.model_dump_json(exclude_none=True, exclude_defaults=True).encode())
+        answer = await sample(planned.request)
+        episode.record(planned, answer)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    assert all(turn.parent for turn in episode.turns[1:]), "each turn must continue the one before"
+    return own, forwarded
+
+
+def _body(messages: Sequence[Mapping[str, str]]) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, "max_tokens": NEW_TOKENS}).encode()
+
+
+async def _sent(agents: Child, work: Sequence[tuple[str, Sequence[bytes]]], apart_s: float = 0.0) -> None:
+    """Let one agent for each (base URL, requests) send its requests one after another."""
+    await asyncio.to_thread(agents.call, (work, apart_s), timeout_s=_DEADLINE_S)
+
+
 def _agents(pipe: Connection) -> None:
     """Run the agents, which send requests on demand; they have a process of their own, whose time is not measured."""
     open_many_files()
     pipe.send("ready")
     while True:
-        urls, at_once, apart_s = pipe.recv()
-        asyncio.run(_ask(urls, at_once=at_once, apart_s=apart_s))
+        work, apart_s = pipe.recv()
+        asyncio.run(_ask(work, apart_s))
         pipe.send("done")
 
 
-async def _ask(urls: Sequence[str], *, at_once: int, apart_s: float) -> None:
-    body = json.dumps({"model": "m", "messages": conversation()}).encode()
-    places, headers = asyncio.Semaphore(at_once), {"content-type": "application/json"}
+async def _ask(work: Sequence[tuple[str, Sequence[bytes]]], apart_s: float) -> None:
+    headers, timeout = {"content-type": "application/json"}, call_timeout(_DEADLINE_S)
     async with hot_session(token=None, keep_alive_s=15.0) as session:
 
-        async def one(url: str) -> Mapping[str, Any]:
-            async with (
-                places,
-                session.post(url, data=body, headers=headers, timeout=call_timeout(_DEADLINE_S)) as response,
-            ):
-                assert response.status == 200, await response.text()
-                answer: Mapping[str, Any] = await response.json()
-                return answer
+        async def one(url: str, bodies: Sequence[bytes]) -> None:
+            for body in bodies:
+                path = f"{url}/chat/completions"
+                async with session.post(path, data=body, headers=headers, timeout=timeout) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
 
         async with asyncio.TaskGroup() as group:
-            for url in urls:
-                group.create_task(one(url))
+            for url, bodies in work:
+                group.create_task(one(url, bodies))
                 await asyncio.sleep(apart_s)

@@ -146,6 +146,13 @@ def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, 
     (folder / f"{name}.json").write_text(_laid_out(record) + "\n")
 
 
+def recorded_parts(name: str, parts: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
+    """Return the results of `parts` in the record of benchmark `name`, as far as they were ever written."""
+    path = folder / f"{name}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return {part: known[part] for part in parts if part in known}
+
+
 def _laid_out(value: Any, margin: str = "") -> str:
     """Format a value as JSON that people and diffs can read: a container of scalars takes one line."""
     nested = isinstance(value, Mapping | list | tuple) and any(

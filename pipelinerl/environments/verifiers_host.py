@@ -2,7 +2,10 @@
 
 The script runs in a Python environment that has verifiers and not pipelinerl, so it imports nothing of ours. It speaks
 the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's rubric scores an
-episode: its reward is the sum of the rewards of its agents' traces.
+episode: its reward is the sum of the rewards of the traces whose agents train.
+
+If an environment has several agents, each calls the gateway under the name of its role. An agent does not train if
+OPTIONS say so (`judge = { trains = false }`) or the environment marks it as not trainable.
 
 By default the agent is a conversation in this process (`ChatHarness`). verifiers' own harnesses start a program for
 each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
@@ -11,6 +14,7 @@ each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,13 +32,15 @@ _LONGEST_LINE = 2**26
 _LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
 _HARNESS = "pipelinerl_chat"
+#: Prefix of the names of agents that do not train, and name of a single agent, as in the gateway.
+_UNTRAINED, _MAIN = "untrained-", "main"
 
 
 def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # verifiers opens a client for each episode. Reading the trusted certificates takes most of that time: cache them.
+    # A judge of verifiers opens a client for each call. Reading the trusted certificates takes most of that time.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
@@ -55,13 +61,58 @@ def _environment(taskset: str, options: dict[str, Any]) -> Any:
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
     _offer_chat_harness()
+    _share_connections()
     options["taskset"] = {**options.get("taskset", {}), "id": taskset}
     is_free = vf.default_agent_harness(taskset).id == vf.HarnessConfig().id
+    trains = {}
     for role, field in env_config_type(taskset, options.get("id", "")).model_fields.items():
         if isinstance(field.default, vf.AgentConfig):
             harness = {"harness": {"id": _HARNESS}} if is_free and field.default.harness is None else {}
             options[role] = {"runtime": {"type": "subprocess"}, **harness, **options.get(role, {})}
-    return load_environment(resolve_env_config(options))
+            trains[role] = options[role].pop("trains", True)
+    environment = load_environment(resolve_env_config(options))
+    _name_agents(environment, trains)
+    return environment
+
+
+def _share_connections() -> None:
+    """Let the agents of all episodes share connections to the gateway.
+
+    verifiers keeps a client for each base URL until the host ends, and each agent of an episode has its own URL.
+    """
+    from verifiers.v1.clients import eval as relay
+
+    build, clients = relay.build_async_httpx, dict[str, Any]()
+
+    def shared(config: Any) -> Any:
+        key = config.timeout.model_dump_json()
+        if key not in clients:
+            clients[key] = build(config)
+        return clients[key]
+
+    relay.build_async_httpx = shared
+
+
+def _name_agents(environment: Any, trains: dict[str, bool]) -> None:
+    """Let each agent call the gateway under its own name; `trains` has the agents' roles.
+
+    verifiers calls `setup` with the agents of each episode before they run. An agent whose options name another model
+    server keeps it, and does not train.
+    """
+    setup = environment.setup
+
+    async def named(agents: Any) -> None:
+        await setup(agents)
+        for role, may_train in trains.items():
+            agent, is_ours = getattr(agents, role), getattr(environment.config, role).client is None
+            agent.trainable = agent.trainable and may_train and is_ours
+            if is_ours:
+                name = ("" if agent.trainable else _UNTRAINED) + (role if len(trains) > 1 else _MAIN)
+                url = agent.ctx.client.base_url.replace(f"/{_MAIN}/v1", f"/{name}/v1")
+                client = agent.ctx.client.model_copy(update={"base_url": url})
+                agent.ctx = dataclasses.replace(agent.ctx, client=client)
+
+    environment.setup = named
 
 
 async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> None:
@@ -119,7 +170,7 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
             "how": "raised",
             "reason": f"{_place(errors[-1].traceback or '')}{errors[-1].type}: {errors[-1].message}",
         }
-    return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces))}
+    return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))}
 
 
 def _described(error: Exception) -> str:

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main, names, run_benchmarks
-from benchmarks.measure import Interval, Paired, Row, bootstrap_median, paired, print_table, seconds_of, write_record
+from benchmarks.measure import (
+    Interval,
+    Paired,
+    Row,
+    bootstrap_median,
+    paired,
+    print_table,
+    recorded_parts,
+    seconds_of,
+    write_record,
+)
 from tests.patience import SOON_S
 
 
@@ -85,6 +95,12 @@ def test_benchmark_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]
 def test_quick_benchmark_run_leaves_no_record(tmp_path: Path) -> None:
     write_record("x", {"a": 1}, quick=True, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_parts_that_are_not_run_are_read_from_the_record(tmp_path: Path) -> None:
+    assert recorded_parts("x", ["turn"], folder=tmp_path) == {}
+    write_record("x", {"turn": {"ms": 1}, "other": 2}, folder=tmp_path)
+    assert recorded_parts("x", ["turn", "memory"], folder=tmp_path) == {"turn": {"ms": 1}}
 
 
 def test_unknown_benchmark_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

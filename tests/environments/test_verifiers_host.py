@@ -48,6 +48,24 @@ class Letters(vf.Taskset[Letter, Config]):
 __all__ = ["Letters"]
 """
 
+PAIR = """
+class PairConfig(vf.EnvConfig):
+    writer: vf.AgentConfig = vf.AgentConfig()
+    critic: vf.AgentConfig = vf.AgentConfig()
+    fixed: str = ""
+
+class Pair(vf.Env[PairConfig]):
+    async def setup(self, agents):
+        if self.config.fixed:
+            getattr(agents, self.config.fixed).trainable = False
+
+    async def run(self, task, agents):
+        await agents.writer.run(task)
+        await agents.critic.run(task)
+
+__all__ = ["Letters", "Pair"]
+"""
+
 
 def numbered(index: int, samples: int = 1) -> PromptOrder:
     problem = Problem(
@@ -118,6 +136,27 @@ async def test_answers_get_the_rewards_of_the_rubric_in_a_taskset_of_the_verifie
 async def test_environment_of_the_verifiers_library_around_a_taskset_plays_episodes(options: dict[str, object]) -> None:
     ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
     assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
+
+
+@pytest.mark.slow
+async def test_agents_of_a_verifiers_environment_train_under_their_own_names(options: dict[str, object]) -> None:
+    (Path(str(options["path"])) / "letters.py").write_text(TASKSET + PAIR)
+    ((both,),) = await played(options, numbered(2))
+    assert [turn.agent for turn in both.rollout.turns] == ["writer", "critic"]
+    assert both.rollout.verdict.reward == 3.0 and len(both.rollout.segments) == 2
+    for changes in ({"critic": {"trains": False}}, {"fixed": "critic"}):
+        ((one,),) = await played({**options, **changes}, numbered(2))
+        assert [turn.agent for turn in one.rollout.turns] == ["writer"]
+        assert one.rollout.verdict.reward == 1.5
+
+
+@pytest.mark.slow
+async def test_episodes_of_a_verifiers_taskset_share_connections(options: dict[str, object]) -> None:
+    open_files = 'float(len(__import__("os").listdir("/proc/self/fd")))'
+    file = Path(str(options["path"])) / "letters.py"
+    file.write_text(TASKSET.replace("float(trace.last_reply == self.data.answer)", open_files))
+    rewards = [made.rollout.verdict.reward for (made,) in await played(options, *[numbered(2)] * 30)]
+    assert rewards[-1] - rewards[4] < 10
 
 
 @pytest.mark.slow

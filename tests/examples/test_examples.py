@@ -10,11 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from benchmarks.games import guessing
 from pipelinerl.config.recipe import load
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tool_calls import CallFormat
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from tests.fakes.bigram_recipe import lightest
 from tests.fakes.live_run import CLI, launched
@@ -174,6 +179,22 @@ assert len(agent.problems()) > 1000
 
 def test_calculator_example_rewards_a_right_number_only_after_a_tool_call() -> None:
     subprocess.run([sys.executable, "-c", _AGENT], cwd=EXAMPLES / "calculator", check=True, timeout=PATIENCE_S)
+
+
+def test_converted_language_model_has_the_given_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small stand-ins take the place of what transformers reads from the GGUF file."""
+    spec = importlib.util.spec_from_file_location("fetch_model", EXAMPLES / "smollm2" / "fetch_model.py")
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = script.LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes))
+    monkeypatch.setattr(script.AutoTokenizer, "from_pretrained", lambda *_, **__: char_tokenizer())
+    monkeypatch.setattr(script.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    template = EXAMPLES / "calculator" / "tools.jinja"
+    script.convert(Path("model.gguf"), tmp_path, script.DTYPES["bfloat16"], template=template)
+    assert ChatTokenizer.load(tmp_path).call_format is CallFormat.HERMES
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.slow

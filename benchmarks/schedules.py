@@ -67,9 +67,10 @@ _HELD_OUT: Final = "evaluation.problems=96"
 RATES: Final = (0.5, 1.0, 2.0)
 _CORES: Final = len(os.sched_getaffinity(0))
 PARALLEL: Final = ("launch.threads=1", f"launch.threads={_CORES}", f"engine.count={_CORES}")
-#: The seed of trials, and a trial's number of steps as a share of a full run's.
+#: The seed of trials; a trial's number of steps as a share of a full run's, and its fewest generations.
 _TRIAL_SEED: Final = 1000
 _TRIAL_STEPS: Final = 0.4
+_TRIAL_GENERATIONS: Final = 3
 _TRIALS: Final = ("_cores", "_rates")
 _COLOURS: Final = ("#9aa3b2", "#6b7486", "#454c5a", "#1f2430", "#f2a541", "#18a999", "#8f5bd6", "#2f6fed")
 
@@ -117,7 +118,8 @@ class Schedule:
     def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:
         """Return this arm's overrides of recipe keys, in addition to the cell's; `share` scales the number of steps."""
         rollouts = load(cell.recipe).training.rollouts_per_step
-        steps = max(1, round(cell.optimizer_steps * share) // self.generation)
+        least = 1 if share == 1.0 else _TRIAL_GENERATIONS
+        steps = max(least, round(cell.optimizer_steps * share) // self.generation)
         return (
             f"training.rollouts_per_step={rollouts * self.generation}",
             f"training.mini_batches={self.generation}",

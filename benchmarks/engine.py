@@ -22,7 +22,6 @@ import torch
 from benchmarks.measure import Paired, Row, paired, print_table, seconds_of, write_record
 from benchmarks.served_engine import EngineOrder, LocalEngine, local
 from benchmarks.torch_step import load_model
-from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
 
@@ -77,14 +76,8 @@ class Job:
 
 def ours(engine: LocalEngine, job: Job) -> None:
     """Send all requests to our engine together, and wait for all answers."""
-    pairs = zip(job.prompts, job.lengths, strict=True)
-    answers = engine.complete(
-        [
-            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
-            for seed, (prompt, length) in enumerate(pairs)
-        ]
-    )
-    assert [answer.usage.completion_tokens for answer in answers] == job.lengths
+    answers = engine.sample(job.prompts, job.lengths)
+    assert [len(answer.token_ids) for answer in answers] == job.lengths
 
 
 def generate(model: Any, job: Job, concurrency: int) -> None:
@@ -120,10 +113,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
         return lambda: job.num_tokens / seconds()
 
     with local(EngineOrder(folder=path, slots=concurrency, context=CONTEXT)) as engine:
-        arms = {
-            "ours": rate(lambda: ours(engine, job)),
-            "generate": rate(lambda: generate(model, job, concurrency)),
-        }
+        arms = {"ours": rate(lambda: ours(engine, job)), "generate": rate(lambda: generate(model, job, concurrency))}
         return paired(arms, rounds)
 
 

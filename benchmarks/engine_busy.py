@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.measure import Row, paired, print_table, write_record
 from benchmarks.processes import Child, spawned
-from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
+from benchmarks.served_engine import EngineOrder, Load, ServedEngine, publish, served
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
@@ -84,36 +84,23 @@ async def _follow(order: TrainerOrder, pipe: Connection) -> None:
 async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
     import torch
 
+    from benchmarks.torch_step import rl_step, trainer_of
     from benchmarks.trainer import RATE, ragged_batch
-    from pipelinerl.objective.presets import resolve
     from pipelinerl.rng import generator
-    from pipelinerl.trainers.torch.trainer import TorchTrainer
     from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-    from pipelinerl.weights.publisher import Publication, wire_layout
-    from trainer_contract.types import Device, TrainerSpec
+    from pipelinerl.weights.publisher import wire_layout
 
     torch.set_num_threads(1)
-    trainer, objective = TorchTrainer(), resolve("pipelinerl")
-    trainer.init_worker(TrainerSpec(model_path=order.folder, device=Device.CPU))
+    trainer, publisher = trainer_of(order.folder), BroadcastPublisher(client)
+    layout = wire_layout(trainer.weight_layout())
     batch = ragged_batch(generator(0, "engine_busy").integers(4, 25, 64), seed=1)
-    layout, publisher = wire_layout(trainer.weight_layout()), BroadcastPublisher(client)
 
     async def step() -> None:
-        trainer.backward([batch], objective)
-        trainer.optimizer_step(learning_rate=RATE)
+        rl_step(trainer, batch, learning_rate=RATE)
 
     async def step_and_publish() -> None:
         await step()
-        await publisher.publish(
-            Publication(
-                version=trainer.model_version,
-                epoch=1,
-                layout=layout,
-                weights=trainer.gather_weights,
-                engines=[order.url],
-                membership=1,
-            )
-        )
+        await publish(publisher, trainer.model_version, layout, trainer.gather_weights, [order.url])
 
     return {Mode.TRAINING: step, Mode.PUBLISHING: step_and_publish}
 

@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_device import Scale, wait
-from benchmarks.gpu_trainer import random_batch, trainer_of
+from benchmarks.gpu_trainer import random_batch
 from benchmarks.measure import Paired, Row, paired, seconds_of
-from benchmarks.torch_step import packed
-from pipelinerl.objective.presets import resolve
+from benchmarks.torch_step import packed, rl_step, trainer_of
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
-from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.trainer import Trainer
 from trainer_contract.types import MicroBatch, Precision
 
 #: Tolerances: relative difference of attention from fp32, and the log-probs' error with the kernel over the buckets'.
@@ -100,22 +99,19 @@ def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torc
 
 
 def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    batch, objective = random_batch(scale), resolve("pipelinerl")
+    batch = random_batch(scale)
+    step = partial(rl_step, batch=batch, learning_rate=_RATE, device=device)
 
-    def step(trainer: TorchTrainer) -> None:
-        trainer.backward([batch], objective)
-        trainer.optimizer_step(learning_rate=_RATE)
-        wait(device)
-
-    def logprobs(trainer: TorchTrainer) -> NDArray[np.float32]:
+    def logprobs(trainer: Trainer) -> NDArray[np.float32]:
         before = trainer.forward([batch])[0]
         step(trainer)
         return np.concatenate((before, trainer.forward([batch])[0]))
 
-    reference = trainer_of(folder, device, Precision.FP32, {"attention": "buckets", "compile": False})
+    reference = trainer_of(folder, device, options={"attention": "buckets", "compile": False})
     exact = logprobs(reference)
     reference.close()
-    trainers = {arm: trainer_of(folder, device, Precision.BF16, {"attention": arm}) for arm in ("varlen", "buckets")}
+    kinds = ("varlen", "buckets")
+    trainers = {arm: trainer_of(folder, device, Precision.BF16, options={"attention": arm}) for arm in kinds}
     errors = {arm: float(np.abs(logprobs(trainer) - exact).mean()) for arm, trainer in trainers.items()}
     timings = paired({arm: seconds_of(partial(step, trainer)) for arm, trainer in trainers.items()}, scale.rounds)
     for trainer in trainers.values():

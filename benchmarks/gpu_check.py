@@ -12,7 +12,7 @@ downloaded. The parts, in order:
     memory                           peak memory against the prediction of `pipelinerl check` (`memory_prediction`)
     group, killed, mesh              two processes: a weight group, one of whose members is killed, and a trainer of two
                                      ranks; over NCCL if there are two GPUs (`gpu_mesh`)
-    jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_jax`)
+    jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_trainer`)
 
 Each part runs in a process of its own for at most four minutes; a part that raises, dies or hangs misses its target.
 The record, gpu_check.json, is written after each part; `--only PART` keeps the recorded results of all other parts. The
@@ -41,7 +41,7 @@ from typing import Any, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import gpu_attention, gpu_engine, gpu_jax, gpu_mesh, gpu_trainer, memory_prediction
+from benchmarks import gpu_attention, gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import RESULTS, Row, print_table, write_record
 
@@ -65,7 +65,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "group": gpu_mesh.check_group,
     "killed": gpu_mesh.check_killed,
     "mesh": gpu_mesh.check_mesh,
-    "jax": gpu_jax.check_jax,
+    "jax": gpu_trainer.check_jax,
 }
 NO_DEVICE: Final = 3
 LIMIT_S: Final = 240.0

@@ -1,4 +1,4 @@
-"""The checks of `gpu_check` on the torch trainer: cost over plain torch, utilisation, and agreement with the engine.
+"""The checks of `gpu_check` on trainers: cost over plain torch, utilisation, agreement with the engine, and JAX.
 
 throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, relative to the same step
             in plain torch on prepared tensors
@@ -9,18 +9,21 @@ state       the optimizer's state on the host, or in bf16: log-probs after three
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
 beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
             of a backward pass alone
+jax         losses of three fp32 steps of the JAX trainer, against those of the torch trainer; time of a bf16 step of
+            both; log-probs of the JAX engine's samples, against the torch trainer's for the same tokens
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -29,22 +32,23 @@ from numpy.typing import NDArray
 
 from benchmarks import torch_step
 from benchmarks.gpu_device import Scale, best_seconds, flops_per_second, wait
-from benchmarks.gpu_engine import SampledAnswer, engine_apart, local, prompts, sample
+from benchmarks.gpu_engine import engine_apart, local, prompts
 from benchmarks.measure import Row, bootstrap_median, paired, seconds_of
+from benchmarks.served_engine import logprobs_of, publish
+from benchmarks.torch_step import OBJECTIVE, losses, packed, rl_step, trainer_of
 from inference_contract.weights import Backend
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.numerics.torch_logprobs import token_predictions
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.system.background import in_background
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
-from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.broadcast.sender import WeightSender
-from pipelinerl.weights.publisher import Publication, wire_layout
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
+from pipelinerl.weights.publisher import wire_layout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import MicroBatch, Precision, WeightDType
 
 _RATE = 1e-6
 _PUBLISH_S: Final = 60.0
@@ -57,6 +61,8 @@ _STATES: Final[Sequence[Mapping[str, str]]] = (
 _STATE_APART: Final = 2e-2
 _STATE_RATE: Final = 1e-5
 _STATE_STEPS: Final = 3
+#: By default, XLA would preallocate three quarters of the GPU's memory and compute fp32 products in TF32.
+_XLA: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
 def random_batch(scale: Scale) -> MicroBatch:
@@ -80,17 +86,6 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
     return products + output + attention
 
 
-def trainer_of(
-    folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
-) -> TorchTrainer:
-    """Start the `TorchTrainer` under test on the model in `folder`."""
-    trainer = TorchTrainer()
-    trainer.init_worker(
-        TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
-    )
-    return trainer
-
-
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
     """Return a function that does the trainer's step in plain torch, with the same attention as the trainer."""
 
@@ -104,33 +99,24 @@ def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable
 
 def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the trainer's speed with a loop in plain torch, and measure MFU."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    peak = flops_per_second(scale.matmul, device)
+    batch, peak = random_batch(scale), flops_per_second(scale.matmul, device)
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
-
-    def through_contract() -> None:
-        trainer.backward([batch], objective)
-        trainer.optimizer_step(learning_rate=_RATE)
-        wait(device)
 
     def in_plain_torch() -> None:
         bare()
         wait(device)
 
-    arms = {"trainer": seconds_of(through_contract), "bare": seconds_of(in_plain_torch)}
-    timings = paired(arms, scale.rounds, warmup=2)
+    step = partial(rl_step, trainer, batch, learning_rate=_RATE, device=device)
+    timings = paired({"trainer": seconds_of(step), "bare": seconds_of(in_plain_torch)}, scale.rounds, warmup=2)
     trainer.close()
     throughput = timings.ratio("bare", "trainer")
-    flops = step_flops(scale, batch)
-    used = flops / timings.median("trainer") / peak
+    flops, seconds = step_flops(scale, batch), timings.median("trainer")
+    used = flops / seconds / peak
     rows = [
         Row("trainer / bare torch, throughput", throughput, ">= 0.90 (goal 0.98)", throughput.median >= 0.90),
         Row("MFU of the trainer's step", used, ">= 0.35 (goal 0.50)", used >= 0.35),
         Row("    MFU of the bare loop", flops / timings.median("bare") / peak),
-        Row(
-            "    tokens/s, measured peak [TFLOP/s]",
-            f"{batch.num_tokens / timings.median('trainer'):.0f}, {peak / 1e12:.4g}",
-        ),
+        Row("    tokens/s, measured peak [TFLOP/s]", f"{batch.num_tokens / seconds:.0f}, {peak / 1e12:.4g}"),
     ]
     return rows, {
         "throughput_against_bare_torch": throughput.as_dict(),
@@ -144,18 +130,11 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare optimizer states on the host, or in bf16, with an fp32 state on the device."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    rows: list[Row] = []
-    results: dict[str, Any] = {}
+    batch, rows, results = random_batch(scale), list[Row](), dict[str, Any]()
 
     def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float32], float]:
-        trainer = trainer_of(folder, device, Precision.BF16, {"optimizer": options})
-
-        def step() -> None:
-            trainer.backward([batch], objective)
-            trainer.optimizer_step(learning_rate=_STATE_RATE)
-            wait(device)
-
+        trainer = trainer_of(folder, device, Precision.BF16, options={"optimizer": options})
+        step = partial(rl_step, trainer, batch, learning_rate=_STATE_RATE, device=device)
         for _ in range(_STATE_STEPS):
             step()
         logprobs = trainer.forward([batch])[0]
@@ -177,7 +156,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the log-probs of engine and trainer in fp32 and bf16."""
     full, half = (
-        _disagreement(folder, scale, device, dtype, precision)
+        disagreement(folder, scale, device, dtype, precision)
         for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))
     )
     rows = [
@@ -188,22 +167,19 @@ def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     return rows, {"fp32_max": full.max, "bf16_mean": half.mean, "bf16_p95": half.p95, "bf16_max": half.max}
 
 
-def _disagreement(
-    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision
+def disagreement(
+    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision, library: str = "torch"
 ) -> Mismatch:
-    with local(folder, scale, device, dtype) as engine:
-        sampled = sample(engine, prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
+    """Return how the log-probs of an engine's samples differ from those of the torch trainer for the same tokens."""
+    with local(folder, scale, device, dtype, library=library) as engine:
+        sampled = engine.sample(prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
     gc.collect()
     trainer = trainer_of(folder, device, precision)
     sequences = [each.prompt + each.token_ids for each in sampled]
-    batch = torch_step.packed(sequences, [scale.prompt] * len(sampled), _logprobs(sampled))
+    batch = packed(sequences, [scale.prompt] * len(sampled), [each.logprobs for each in sampled])
     theirs = trainer.forward([batch])[0][batch.loss_mask]
     trainer.close()
-    return mismatch(np.concatenate(_logprobs(sampled)), theirs)
-
-
-def _logprobs(sampled: Sequence[SampledAnswer]) -> list[NDArray[np.float32]]:
-    return [each.logprobs for each in sampled]
+    return mismatch(logprobs_of(sampled), theirs)
 
 
 def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -262,13 +238,12 @@ def _exact_gradients(
 
 def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Time backward passes alone and while a thread publishes: over NCCL if a second GPU runs the engine, else gloo."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    trainer = trainer_of(folder, device, Precision.BF16)
+    batch, trainer = random_batch(scale), trainer_of(folder, device, Precision.BF16)
 
     def backward() -> float:
         wait(device)
         began = time.perf_counter()
-        trainer.backward([batch], objective)
+        trainer.backward([batch], OBJECTIVE)
         wait(device)
         trainer.discard_gradient()
         return time.perf_counter() - began
@@ -292,7 +267,7 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
                 beside.append(float(np.mean(beside_now)))
                 totals.append(total_s)
     trainer.close()
-    speed = bootstrap_median(np.divide(alone, beside).tolist())
+    speed = bootstrap_median(np.divide(alone, beside))
     differ = sum(digest != idle for digest in digests)
     rows = [
         Row("speed of backward passes beside a publication / alone", speed, ">= 0.98", speed.median >= 0.98),
@@ -302,20 +277,43 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     return rows, {"speed": speed.as_dict(), "alone_s": alone, "beside_s": beside, "publications_s": totals}
 
 
-async def _published(trainer: TorchTrainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
+async def _published(trainer: Trainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
+    layout = wire_layout(trainer.weight_layout())
     async with EngineClient(state_timeout_s=60.0) as client:
         publisher = BroadcastPublisher(client, backend=backend)
-        publication = Publication(
-            version=version,
-            epoch=version,
-            layout=wire_layout(trainer.weight_layout()),
-            weights=trainer.gather_weights,
-            engines=[url],
-            membership=1,
-            timeout_s=_PUBLISH_S,
-        )
-        report = await publisher.publish(publication)
+        # Each publisher forms a group of its own, so it needs a new membership.
+        report = await publish(publisher, version, layout, trainer.gather_weights, [url], membership=version)
         await publisher.close()
-    if report.failed:
-        raise RuntimeError(f"version {version} was not published: {report.failed}")
     return report.digest, report.total_s
+
+
+def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Compare JAX with torch; if JAX is missing or does not find the GPU, report that nothing was checked."""
+    os.environ.update(_XLA)
+    platform = None
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        platform = str(jax.default_backend())
+    if platform is None or (platform == "cpu") != (device.type == "cpu"):
+        return [Row("JAX trainer and engine", f"not checked: JAX finds {platform or 'no package'}")], {"checked": False}
+    from pipelinerl.trainers.jax.trainer import JaxTrainer
+
+    batch = random_batch(scale)
+    start = {"torch": partial(trainer_of, folder, device), "jax": partial(trainer_of, folder, device, kind=JaxTrainer)}
+    values = [losses(begin(Precision.FP32), batch, learning_rate=_RATE) for begin in start.values()]
+    apart = float(np.abs(np.subtract(*values)).max())
+    trainers = {name: begin(Precision.BF16) for name, begin in start.items()}
+    # Steps read results, so JAX's asynchronous work counts.
+    steps = {name: partial(rl_step, each, batch, learning_rate=_RATE, device=device) for name, each in trainers.items()}
+    timings = paired({name: seconds_of(step) for name, step in steps.items()}, scale.rounds)
+    for trainer in trainers.values():
+        trainer.close()
+    slower = timings.ratio("jax", "torch").median
+    largest = disagreement(folder, scale, device, WeightDType.FLOAT32, Precision.FP32, library="jax").max
+    rows = [
+        Row("JAX trainer fp32, largest |Δ loss| from torch", apart, "<= 1e-3", apart <= 1e-3),
+        Row("JAX engine - torch trainer fp32, largest |Δ logp|", largest, "<= 1e-3", largest <= 1e-3),
+        Row("    JAX step bf16 / torch's, time", slower),
+    ]
+    return rows, {"checked": True, "loss_apart": apart, "logprob_apart": largest, "step_over_torch": slower}

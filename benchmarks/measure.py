@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelinerl.rng import generator
 
@@ -62,8 +63,7 @@ class Paired:
 
     def ratio(self, numerator: str, denominator: str) -> Interval:
         """Return the median over the rounds of numerator / denominator."""
-        pairs = np.divide(self.samples[numerator], self.samples[denominator])
-        return bootstrap_median(pairs.tolist())
+        return bootstrap_median(np.divide(self.samples[numerator], self.samples[denominator]))
 
     def as_dict(self) -> dict[str, Any]:
         """Return medians and all samples as a dictionary, to be written to a record."""
@@ -105,7 +105,7 @@ def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
     return arm
 
 
-def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
+def bootstrap_median(values: Sequence[float] | NDArray[np.float64], *, draws: int = 4000) -> Interval:
     """Return the median with the 95 % percentile interval of the bootstrap (Efron 1979); the draws are seeded."""
     data = np.asarray(values, dtype=np.float64)
     picks = generator(0, "bootstrap", len(data)).integers(0, len(data), size=(draws, len(data)))

@@ -25,14 +25,12 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu_device import Scale
 from benchmarks.measure import Row, print_table, write_record
-from benchmarks.torch_step import random_batch
+from benchmarks.torch_step import OBJECTIVE, random_batch, trainer_of
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
-from pipelinerl.trainers.torch.trainer import TorchTrainer
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+from trainer_contract.types import MicroBatch, Precision
 
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
@@ -99,16 +97,11 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     """Predict and measure the case's peak memory in bytes."""
-    trainer, shape = TorchTrainer(), read_shape(case.path)
+    shape = read_shape(case.path)
     batch = _ragged(case.tokens, shape.vocab)
-    trainer.init_worker(
-        TrainerSpec(
-            model_path=case.path,
-            device=Device(device.type),
-            precision=case.precision,
-            gradient_checkpointing=case.checkpointing,
-            options={"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {}),
-        )
+    options = {"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {})
+    trainer: Any = trainer_of(
+        case.path, device, case.precision, gradient_checkpointing=case.checkpointing, options=options
     )
     memory = TrainerMemory(
         shape=shape,
@@ -137,12 +130,10 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int:
-    objective = resolve("pipelinerl")
-
+def _peak(trainer: Any, batch: MicroBatch, device: torch.device) -> int:
     def step() -> None:
         held = [array for _, array in trainer.gather_weights() if array.numel() == largest]
-        trainer.backward([batch, batch], objective)
+        trainer.backward([batch, batch], OBJECTIVE)
         trainer.optimizer_step(learning_rate=_RATE)
         held.clear()
 
@@ -161,9 +152,9 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
     return standing + int(np.cumsum([each.nbytes() for each in events]).max())
 
 
-def _standing(trainer: TorchTrainer) -> int:
+def _standing(trainer: Any) -> int:
     """Return the bytes that were allocated before a step, which the profiler does not count in that step."""
-    worker: Any = trainer._worker
+    worker = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

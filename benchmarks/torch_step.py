@@ -1,7 +1,8 @@
-"""Packed micro-batches, and an RL step in plain torch: the reference for benchmarks of the torch trainer."""
+"""Packed micro-batches, RL steps through the trainer contract, and the reference for them: a step in plain torch."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.gpu_device import wait
+from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from trainer_contract.types import MicroBatch
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
-_CPU: Final = torch.device("cpu")
+CPU: Final = torch.device("cpu")
+OBJECTIVE: Final = resolve("pipelinerl")
+
+
+def trainer_of(
+    folder: Path,
+    device: torch.device = CPU,
+    precision: Precision = Precision.FP32,
+    *,
+    kind: Callable[[], Trainer] = TorchTrainer,
+    **settings: Any,
+) -> Trainer:
+    """Start a trainer on the model in `folder`; `settings` are further fields of `TrainerSpec`."""
+    trainer = kind()
+    trainer.init_worker(TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, **settings))
+    return trainer
+
+
+def rl_step(trainer: Trainer, batch: MicroBatch, *, learning_rate: float, device: torch.device = CPU) -> float:
+    """Take an RL step through the trainer contract, wait until the device has finished, and return the loss."""
+    (stats,) = trainer.backward([batch], OBJECTIVE)
+    trainer.optimizer_step(learning_rate=learning_rate)
+    wait(device)
+    return stats.loss
+
+
+def losses(trainer: Trainer, batch: MicroBatch, *, learning_rate: float, steps: int = 3) -> NDArray[np.float64]:
+    """Take some RL steps, close the trainer, and return the steps' losses."""
+    taken = [rl_step(trainer, batch, learning_rate=learning_rate) for _ in range(steps)]
+    trainer.close()
+    gc.collect()
+    return np.array(taken)
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
@@ -88,7 +124,7 @@ def laid_out(
     path: Path,
     batch: MicroBatch,
     *,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
     plan: Callable[[Any, torch.device], Any] | None = SegmentPlan.of,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Rows:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
+import psutil
+
 from benchmarks.measure import RESULTS, write_record
+from benchmarks.processes import python
 from benchmarks.trl_arm import HeldOut, Judge
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.checkpoint import load_model
@@ -32,7 +34,6 @@ from pipelinerl.observability.run_history import RunHistory, Series, tell
 from pipelinerl.roles.wiring import checkpoints_of
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
-_DEADLINE_S: Final = 7200.0
 #: Approximate number of points to which a curve is thinned before it is recorded.
 _POINTS: Final = 200
 #: A run is repeated if other programs used more than this share of the run's own processor time.
@@ -81,15 +82,17 @@ def train(job: Job, *, judged: bool = True) -> FinishedRun:
     """Run the job and, if `judged`, evaluate the last checkpoint. Raises RuntimeError if the run made none."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
-        command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
-        done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
+        failure = None
+        try:
+            python(["-m", "pipelinerl.cli", "run", job.recipe, *changes])
+        except RuntimeError as error:  # the steps until then count
+            failure = error
         config = load(job.recipe, changes)
         log = config.run_directory / "events.jsonl"
         history = tell(read_events(log) if log.exists() else [])
         checkpoint = checkpoints_of(config, config.run_directory).latest()
         if checkpoint is None or not history.evaluations or not history.steps:
-            output = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{' '.join(command[4:])} exited with {done.returncode}, nothing to measure:\n{output}")
+            raise RuntimeError(f"the run of {job.key} left nothing to measure") from failure
         accuracy = None
         if judged:
             with Judge(config) as judge:
@@ -146,12 +149,9 @@ class _OtherWork:
 
 
 def _busy_s() -> float:
-    """Return all processors' seconds that programs used or the host took away; 0 without Linux's /proc."""
-    try:
-        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except OSError:
-        return 0.0
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+    """Return all processors' seconds that programs used or the host took away."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, each, 0.0) for each in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _own_s() -> float:

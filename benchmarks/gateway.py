@@ -109,10 +109,10 @@ class _Sampler:
         return completion([*known, *range(new)], "an answer")
 
 
-def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return order number `number` for a prompt: it requests one episode with the token limit `max_tokens`."""
-    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
-    sampling = Sampling(num_samples=1, max_tokens=max_tokens)
+def order(number: int, max_tokens: int = NEW_TOKENS + 1, *, num_samples: int = 1) -> PromptOrder:
+    """Return order number `number` for a prompt: it requests `num_samples` episodes of at most `max_tokens` tokens."""
+    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "1"),), ground_truth="")
+    sampling = Sampling(num_samples=num_samples, max_tokens=max_tokens)
     return PromptOrder(
         order_id=f"o{number}", index=number, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=number
     )

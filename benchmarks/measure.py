@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from pipelinerl.rng import generator
@@ -162,20 +163,14 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 def machine_facts() -> dict[str, Any]:
     """Return facts that a reader needs to judge a measurement: date, Python, libraries, processor, cores, memory."""
-    versions = {}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": _memory_gib(),
-        "libraries": versions,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "libraries": {each.name: each.version for each in metadata.distributions() if each.name in _LIBRARIES},
     }
 
 
@@ -185,11 +180,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _memory_gib() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return round(int(lines[0].split()[1]) / 2**20, 1)

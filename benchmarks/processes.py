@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -67,6 +67,19 @@ def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
     finally:
         process.terminate()
         process.join(_STOP_TIMEOUT_S)
+
+
+def python(
+    arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_s: float = 3 * 3600.0
+) -> str:
+    """Run Python with `arguments`, and return its output. Raises RuntimeError with the output's end if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, text=True, capture_output=True, timeout=timeout_s
+    )
+    if done.returncode:
+        output = (done.stdout + done.stderr)[-3000:]
+        raise RuntimeError(f"{' '.join(arguments[:4])} ended with {done.returncode}:\n{output}")
+    return done.stdout
 
 
 def open_many_files() -> None:

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from typing import Any, Final
 import tomli_w
 
 from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.processes import python
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
@@ -42,7 +42,6 @@ MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
     "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
 }
-_DEADLINE_S: Final = 3 * 3600.0
 
 #: Points (step, seconds of training so far, held-out accuracy) in the order of steps.
 Curve = list[tuple[int, float, float]]
@@ -114,7 +113,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
-        _call(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], {})
+        python(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], environment=_environment())
         return arm_of(list(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
 
 
@@ -137,26 +136,14 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 
 def _trl(manner: str, **order: Any) -> Any:
-    threads, environment = MANNERS[manner]
-    output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
-    return json.loads(output.splitlines()[-1])
+    threads, settings = MANNERS[manner]
+    words = ["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})]
+    return json.loads(python(words, environment=_environment() | settings).splitlines()[-1])
 
 
-def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run Python with `arguments` on this benchmark's cores and return its output; raise RuntimeError if it fails."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**clean, **environment},
-        text=True,
-        capture_output=True,
-        timeout=_DEADLINE_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(arguments[:4])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
-        )
-    return done.stdout
+def _environment() -> dict[str, str]:
+    """Return this process's environment without settings of threads."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 
 
 def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval, bool]:

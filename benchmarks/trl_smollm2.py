@@ -7,13 +7,12 @@ install 'pipelinerl[smollm2]'` first; the example's own script fetches the model
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.processes import python
 from benchmarks.trl import Arm, Task, on_two_cores, recorded
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "smollm2"
@@ -30,12 +29,11 @@ PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "smollm2.png"
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25
-_FETCH_S: Final = 1800.0
 
 
 def fetch_model() -> None:
     """Download the model if it is missing."""
-    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
+    python([str(EXAMPLE / "fetch_model.py")])
 
 
 def gain(arm: Arm) -> float:

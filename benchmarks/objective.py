@@ -93,10 +93,6 @@ def run(quick: bool = False) -> None:
         ratio = timings.ratio("slots", "minimum")
         rows.append(Row(f"slots / PPO's min, {tokens} tokens", ratio, f"<= {TARGET}", ratio.median <= TARGET))
         rows.append(Row(f"slots, {tokens} tokens [ms]", 1e3 * timings.median("slots") / repeats))
-        record[str(tokens)] = {
-            "ratios": {"minimum": ratio.as_dict()},
-            "repeats": repeats,
-            **timings.as_dict(),
-        }
+        record[str(tokens)] = {"ratios": {"minimum": ratio.as_dict()}, "repeats": repeats, **timings.as_dict()}
     print_table("loss of GRPO and its gradient", rows)
     write_record("objective", {"target": TARGET, "sizes": record}, quick=quick)

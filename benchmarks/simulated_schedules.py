@@ -71,23 +71,18 @@ def run(quick: bool = False) -> None:
 
 def arms(gpus: int, *, steps: int) -> list[Scaled]:
     """Simulate every arm on this number of GPUs."""
-    found = [_scaled(f"conventional G = {g}", gpus, gpus, g, conventional(gpus, g)) for g in GENERATIONS]
+    scaled = []
+    for g in GENERATIONS:
+        predicted = _simulated(gpus, gpus, StalenessBounds(1, 1), OnUpdate.DRAIN, batches=g, steps=4)
+        scaled.append(_scaled(f"conventional G = {g}", gpus, gpus, g, predicted))
     for name, bounds in _BOUNDS.items():
-        counts = [round(gpus * share) for share in _SHARES]
-        divided = {each: asynchronous(gpus, each, bounds, steps=steps) for each in counts}
+        divided = {
+            engines: _simulated(engines, gpus - engines, bounds, OnUpdate.CONTINUE, batches=1, steps=steps)
+            for engines in (round(gpus * share) for share in _SHARES)
+        }
         engines = max(divided, key=lambda each: divided[each].steps_per_hour)
-        found.append(_scaled(name, gpus, engines, 1, divided[engines]))
-    return found
-
-
-def conventional(gpus: int, generation: int) -> Prediction:
-    """Simulate conventional RL with `generation` optimizer steps per generation."""
-    return _simulated(gpus, gpus, StalenessBounds(1, 1), OnUpdate.DRAIN, batches=generation, steps=4)
-
-
-def asynchronous(gpus: int, engines: int, bounds: StalenessBounds, *, steps: int) -> Prediction:
-    """Simulate `engines` GPUs that generate while the others train."""
-    return _simulated(engines, gpus - engines, bounds, OnUpdate.CONTINUE, batches=1, steps=steps)
+        scaled.append(_scaled(name, gpus, engines, 1, divided[engines]))
+    return scaled
 
 
 def _simulated(

@@ -117,8 +117,8 @@ def _problem(truth: str, number: int) -> Problem:
 class Latencies:
     """Latencies of ordinary and hostile groups, and the outcomes of the hostile answers."""
 
-    ordinary_s: tuple[float, ...] = ()
-    hostile_s: tuple[float, ...] = ()
+    ordinary_s: list[float] = field(default_factory=list)
+    hostile_s: list[float] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
 
     @property
@@ -126,29 +126,20 @@ class Latencies:
         """The latency that one ordinary group in twenty exceeds."""
         return float(np.quantile(self.ordinary_s, 0.95))
 
-    def with_(self, other: Latencies) -> Latencies:
-        """Return the latencies and outcomes of `self` and `other` together."""
-        return Latencies(
-            self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
-        )
-
 
 def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
     """Measure latencies without and with hostile answers, alternating, so that other load affects both alike."""
     alone, with_them = Latencies(), Latencies()
     for part in range(parts):
-        alone = alone.with_(asyncio.run(judged_with([], groups=groups // parts)))
-        with_them = with_them.with_(asyncio.run(judged_with(texts[part::parts], groups=groups // parts)))
+        asyncio.run(judge_with([], alone, groups=groups // parts))
+        asyncio.run(judge_with(texts[part::parts], with_them, groups=groups // parts))
     return alone, with_them
 
 
-async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
-    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; return the latencies."""
+async def judge_with(hostile: Sequence[str], latencies: Latencies, *, groups: int) -> None:
+    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; add to `latencies`."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
     ordinary = expressions(_MOST_TURNS * groups * GROUP)  # distinct pairs, since sympy caches comparisons
-    latencies: list[float] = []
-    seconds: list[float] = []
-    outcomes: Counter[Outcome] = Counter()
     waiting = [hostile[begin : begin + GROUP] for begin in range(0, len(hostile), GROUP)][::-1]
     begun = itertools.count()
     hostile_left = len(waiting)
@@ -159,7 +150,7 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
             pairs = ordinary[first : first + GROUP]
             began = time.monotonic()
             await _all_judged(verifier, pairs)
-            latencies.append(time.monotonic() - began)
+            latencies.ordinary_s.append(time.monotonic() - began)
             await asyncio.sleep(0.05)
 
     async def judge_hostile() -> None:
@@ -167,8 +158,8 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
         while waiting:
             texts, problem = waiting.pop(), _problem("x+1", -len(waiting))
             for verdict, took in await verifier.judge(problem, [SampledAnswer(text) for text in texts]):
-                outcomes[verdict.outcome] += 1
-                seconds.append(took)
+                latencies.outcomes[verdict.outcome] += 1
+                latencies.hostile_s.append(took)
             hostile_left -= 1
 
     try:
@@ -176,4 +167,3 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
         await asyncio.gather(*(judge() for judge in (judge_ordinary, judge_hostile) for _ in range(_AT_ONCE)))
     finally:
         await verifier.close()
-    return Latencies(tuple(latencies), tuple(seconds), outcomes)

@@ -64,6 +64,17 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options
     return model.eval().to(device)
 
 
+def generate(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any) -> torch.Tensor:
+    """Return the tokens [n, new] that Hugging Face `generate` samples in one batch, padded on the left with token 0."""
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
+    token_ids = torch.tensor([[0] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)])
+    mask = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
+    with torch.inference_mode():
+        answers = model.generate(input_ids=token_ids, attention_mask=mask, max_new_tokens=max_new_tokens, **settings)
+    return answers[:, width:]
+
+
 def packed(
     token_ids: Sequence[Sequence[int]], prompts: Sequence[int], behavior: Sequence[NDArray[np.float32]]
 ) -> MicroBatch:

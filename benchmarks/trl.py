@@ -44,7 +44,7 @@ MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
 }
 
 #: Points (step, seconds of training so far, held-out accuracy) in the order of steps.
-Curve = list[tuple[int, float, float]]
+Curve = Sequence[tuple[int, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,7 @@ def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
     """Run TRL until its held-out accuracy reaches `until`."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
-    points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
-    return Arm(points, result["ends"], load_average)
+    return Arm(result["points"], result["ends"], load_average)
 
 
 def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str, dict[str, float]]:
@@ -224,12 +223,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
-
-    def arm(entry: dict[str, Any]) -> Arm:
-        points = [(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]]
-        return Arm(points, entry["ends"], entry["load"])
-
-    pairs = [(arm(mine), arm(other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
+    pairs = [(Arm(**mine), Arm(**other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
     return dict(zip(table["seeds"], pairs, strict=True))
 
 

@@ -130,26 +130,16 @@ class HeldOut:
 
     def accuracy(self, model: Any) -> float:
         """Return the share of judged answers that are correct."""
-        import torch
+        from benchmarks.torch_step import generate
 
         prompts = [self.tokenizer.encode_chat(problem.messages) for problem in self.problems]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         ends = sorted(self.tokenizer.eos_token_ids)
+        longest = self.config.evaluation.max_tokens or self.config.sampling.max_tokens
         training = model.training
         model.eval()
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=self.config.evaluation.max_tokens or self.config.sampling.max_tokens,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-            )
+        answers = generate(model, prompts, longest, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
         model.train(training)
-        texts = [self.tokenizer.decode(until_end(row, ends)) for row in out[:, width:].tolist()]
+        texts = [self.tokenizer.decode(until_end(row, ends)) for row in answers.tolist()]
         judged = [reward for reward in self.judge.rewards(self.problems, texts) if reward is not None]
         return sum(reward >= 1.0 for reward in judged) / max(1, len(judged))
 

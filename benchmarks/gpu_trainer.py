@@ -9,6 +9,9 @@ state       the optimizer's state on the host, or in bf16: log-probs after three
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
 beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
             of a backward pass alone
+attention   torch's kernel (`varlen`) against buckets of padded segments: output and gradients of one layer in bf16,
+            compared with buckets in fp32, and time, for ragged segments (`ragged`), eight answers to each prompt
+            (`shared`) and a sliding window (`window`); error and time of the whole trainer's step with each
 jax         losses of three fp32 steps of the JAX trainer, against those of the torch trainer; time of a bf16 step of
             both; log-probs of the JAX engine's samples, against the torch trainer's for the same tokens
 """
@@ -20,20 +23,21 @@ import gc
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks import torch_step
 from benchmarks.gpu_device import Scale, best_seconds, flops_per_second, wait
 from benchmarks.gpu_engine import engine_apart, local, prompts
-from benchmarks.measure import Row, bootstrap_median, paired, seconds_of
+from benchmarks.measure import Paired, Row, bootstrap_median, paired, seconds_of
 from benchmarks.served_engine import logprobs_of, publish
 from benchmarks.torch_step import OBJECTIVE, losses, packed, rl_step, trainer_of
 from inference_contract.weights import Backend
@@ -42,15 +46,19 @@ from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.rng import generator
 from pipelinerl.system.background import in_background
+from pipelinerl.trainers.torch.packed.attention import AttentionPlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
+from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.publisher import wire_layout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import MicroBatch, Precision, WeightDType
 
-_RATE = 1e-6
+#: Learning rates of steps that are timed, and of steps after which log-probs are compared.
+_RATE: Final = 1e-6
+_VISIBLE_RATE: Final = 1e-5
 _PUBLISH_S: Final = 60.0
 #: Placements and dtypes of the optimizer's state to check; the allowed mean difference of log-probs after the steps.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
@@ -59,8 +67,11 @@ _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host", "moments": "bf16"},
 )
 _STATE_APART: Final = 2e-2
-_STATE_RATE: Final = 1e-5
 _STATE_STEPS: Final = 3
+#: Tolerances of attention: relative difference from fp32, and the log-probs' error with the kernel over the buckets'.
+_APART: Final = 2e-2
+_WORSE: Final = 1.2
+_ANSWERS: Final = 8
 #: By default, XLA would preallocate three quarters of the GPU's memory and compute fp32 products in TF32.
 _XLA: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
@@ -134,7 +145,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 
     def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float32], float]:
         trainer = trainer_of(folder, device, Precision.BF16, options={"optimizer": options})
-        step = partial(rl_step, trainer, batch, learning_rate=_STATE_RATE, device=device)
+        step = partial(rl_step, trainer, batch, learning_rate=_VISIBLE_RATE, device=device)
         for _ in range(_STATE_STEPS):
             step()
         logprobs = trainer.forward([batch])[0]
@@ -195,7 +206,7 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
     head.weight.data = head.weight.data.bfloat16().float()
     inputs = (hidden.requires_grad_(), head.weight)
 
-    def gradients() -> tuple[torch.Tensor, ...]:
+    def gradients() -> tuple[Tensor, ...]:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             predictions = token_predictions(hidden, head, chosen, None, vocab_size=vocab)
         results = torch.autograd.grad(predictions[0], inputs, slopes)
@@ -221,9 +232,7 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 @torch.no_grad()
-def _exact_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, slopes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _exact_gradients(hidden: Tensor, weight: Tensor, chosen: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of Σ slope · log-prob with respect to hidden states and weight, in fp32."""
     of_hidden, of_weight, rows = torch.empty_like(hidden), torch.zeros_like(weight), 64
     for start in range(0, len(hidden), rows):
@@ -317,3 +326,121 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
         Row("    JAX step bf16 / torch's, time", slower),
     ]
     return rows, {"checked": True, "loss_apart": apart, "logprob_apart": largest, "step_over_torch": slower}
+
+
+class Layer(NamedTuple):
+    """Inputs of one attention layer over a micro-batch of `tokens` tokens, and a plan for each implementation."""
+
+    name: str
+    tokens: int
+    plans: dict[str, AttentionPlan]
+    drawn: Sequence[Tensor]
+    window: int | None
+
+    def apart(self) -> dict[str, float]:
+        """Return by implementation the largest relative difference of output and gradients from buckets in fp32."""
+        exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
+        return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
+
+    def timed(self, rounds: int) -> Paired:
+        """Time the kernel and the buckets, forward and backward, in seconds."""
+
+        def once(plan: AttentionPlan) -> None:
+            _attended(plan, self.drawn, self.window)
+            wait(self.drawn[0].device)
+
+        return paired({arm: seconds_of(partial(once, plan)) for arm, plan in self.plans.items()}, rounds)
+
+
+def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Compare kernel and buckets on single layers and on whole steps; without CUDA report that nothing was checked."""
+    if device.type != "cuda":
+        return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
+    rows: list[Row] = []
+    results: dict[str, Any] = {"checked": True}
+    for layer in layers(torch_kernel(), scale, device, torch.bfloat16):
+        apart, timings = layer.apart(), layer.timed(scale.rounds)
+        name, error = f"attention, {layer.name}: varlen's largest |Δ| from fp32", apart["varlen"]
+        rows += [
+            Row(name, error, f"<= {_APART:g}", error <= _APART),
+            Row("    that of buckets in bf16", apart["buckets"]),
+            Row("    buckets / varlen, time", timings.ratio("buckets", "varlen")),
+        ]
+        sizes = {"tokens": layer.tokens, "computed": len(layer.drawn[0])}
+        results[layer.name] = {"apart": apart, **sizes, **_times(timings)}
+    more, results["step"] = _steps(folder, scale, device)
+    return rows + more, results
+
+
+def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
+    """Yield attention layers of the scale's size, for the varlen kernel and for buckets."""
+    ragged, window = random_batch(scale), scale.segment // 2
+    for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
+        distinct = Distinct.of(batch)
+        plans: dict[str, AttentionPlan] = {
+            "varlen": VarlenPlan.of(batch.position_ids, device, distinct, kernel=kernel),
+            "buckets": SegmentPlan.of(batch.position_ids, device, distinct),
+        }
+        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), limit)
+
+
+def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    batch = random_batch(scale)
+    step = partial(rl_step, batch=batch, learning_rate=_VISIBLE_RATE, device=device)
+
+    def logprobs(trainer: Trainer) -> NDArray[np.float32]:
+        before = trainer.forward([batch])[0]
+        step(trainer)
+        return np.concatenate((before, trainer.forward([batch])[0]))
+
+    reference = trainer_of(folder, device, options={"attention": "buckets", "compile": False})
+    exact = logprobs(reference)
+    reference.close()
+    kinds = ("varlen", "buckets")
+    trainers = {arm: trainer_of(folder, device, Precision.BF16, options={"attention": arm}) for arm in kinds}
+    errors = {arm: float(np.abs(logprobs(trainer) - exact).mean()) for arm, trainer in trainers.items()}
+    timings = paired({arm: seconds_of(partial(step, trainer)) for arm, trainer in trainers.items()}, scale.rounds)
+    for trainer in trainers.values():
+        trainer.close()
+    ratio = errors["varlen"] / errors["buckets"]
+    rows = [
+        Row("trainer: error of log-probs, varlen / buckets", ratio, f"<= {_WORSE:g}", ratio <= _WORSE),
+        Row("    buckets, mean |Δ logp| from fp32 before and after a step", errors["buckets"]),
+        Row("    a step, buckets / varlen, time", timings.ratio("buckets", "varlen")),
+    ]
+    return rows, {"errors": errors, **_times(timings)}
+
+
+def _times(timings: Paired) -> Mapping[str, Any]:
+    return {"buckets_over_varlen": timings.ratio("buckets", "varlen").as_dict(), "seconds": timings.as_dict()}
+
+
+def _shared(scale: Scale) -> MicroBatch:
+    """Return a micro-batch of about as many tokens as `random_batch`, in groups of answers that share their prompt."""
+    draw, prompt = generator(0, "gpu_check", "shared"), scale.segment // 2
+    sequences = []
+    for _ in range(max(1, scale.trained_tokens // (scale.segment * _ANSWERS))):
+        prompt_ids = draw.integers(0, scale.shape.vocab, prompt)
+        for length in draw.integers(scale.segment // 4, scale.segment * 3 // 4, _ANSWERS):
+            sequences.append([*prompt_ids.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
+    return packed(
+        sequences, [prompt] * len(sequences), [np.zeros(len(each) - prompt, np.float32) for each in sequences]
+    )
+
+
+def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    shape, draw = scale.shape, generator(0, "gpu_check", "attention")
+    keys, width = shape.kv_heads or shape.heads, shape.hidden // shape.heads
+    sizes = [(tokens, heads, width) for heads in (shape.heads, keys, keys, shape.heads)]
+    return [torch.from_numpy(draw.standard_normal(size, dtype=np.float32)).to(device, dtype) for size in sizes]
+
+
+def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
+    inputs = [each.detach().requires_grad_() for each in drawn[:3]]
+    attended = plan.attend(*inputs, window=window, scale=None)
+    return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
+
+
+def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    pairs = zip(results, exact, strict=True)
+    return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

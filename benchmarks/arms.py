@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.measure import RESULTS, write_record
 from benchmarks.processes import python
-from benchmarks.trl_arm import HeldOut, Judge
+from benchmarks.trl_arm import held_out_accuracy, judge_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -69,13 +69,7 @@ class Job:
     @property
     def key(self) -> dict[str, Any]:
         """The fields of a recorded row that identify this run."""
-        return {
-            "arm": self.arm,
-            "seed": self.seed,
-            "cell": self.cell,
-            "recipe": Path(self.recipe).name,
-            "changes": list(self.changes),
-        }
+        return asdict(self) | {"recipe": Path(self.recipe).name, "changes": list(self.changes)}
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
@@ -95,9 +89,9 @@ def train(job: Job, *, judged: bool = True) -> FinishedRun:
             raise RuntimeError(f"the run of {job.key} left nothing to measure") from failure
         accuracy = None
         if judged:
-            with Judge(config) as judge:
-                held_out = HeldOut(config, judge, ChatTokenizer.load(checkpoint[0]))
-                accuracy = held_out.accuracy(load_model(checkpoint[0]))
+            with judge_of(config) as judge:
+                tokenizer, model = ChatTokenizer.load(checkpoint[0]), load_model(checkpoint[0])
+                accuracy = held_out_accuracy(config, judge, tokenizer, model)
     completed = len(history.steps) >= config.run.steps
     return FinishedRun(config=config, history=history, completed=completed, accuracy=accuracy)
 
@@ -171,7 +165,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
     `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
     token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
-    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward;
+    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`: curves of the reward;
     `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
@@ -189,7 +183,6 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
         "tokens_per_s": sum(sampled) / clock[-1],
         "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
         "by_seconds": thinned(Series(clock, smooth)),
-        "by_tokens": thinned(Series(tuple(accumulate(sampled)), smooth)),
         "ess_by_step": thinned(ess.smoothed()),
     }
 
@@ -258,14 +251,16 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return spread if len(known) == len(values) else f"{spread} ({len(known)} of {len(values)})"
 
 
-def panels(path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2) -> Path:
-    """Save a picture of `lines` times two panels, which `draw` fills, to `path`."""
+def panels(
+    path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2, columns: int = 2, width: float = 11.0
+) -> Path:
+    """Save a picture of `lines` times `columns` panels, which `draw` fills, to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.5 * lines), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, 3.5 * lines), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(lines, 2).flat)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     draw(axes)
     for each in axes:
         each.grid(color="#e4e7ec", linewidth=0.8)

@@ -141,30 +141,30 @@ def _fleet(engines: int, tensors: int) -> Iterator[list[str]]:
 
 
 async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
-    layout, versions, taken = _layout(tensors), itertools.count(1), list[tuple[float, float, float]]()
+    layout, versions, taken = _layout(tensors), itertools.count(1), list[tuple[float, float]]()
     bytes_ = np.zeros(layout.num_bytes, np.int8)
     weights = [(parameter.name, bytes_[at : at + 1]) for at, parameter in enumerate(layout.parameters)]
     with _fleet(engines, tensors) as urls:
         async with EngineClient(token=_TOKEN) as client:
             publisher = BroadcastPublisher(client)
 
-            async def update(membership: int) -> tuple[float, float]:
-                """Publish the next version; return the seconds of the update, and those outside the broadcast."""
+            async def control_s(membership: int) -> float:
+                """Publish the next version; return the seconds outside the broadcast."""
                 report = await publish(
                     publisher, next(versions), layout, lambda: iter(weights), urls, membership=membership
                 )
-                return report.total_s, report.total_s - report.send_s
+                return report.total_s - report.send_s
 
-            await update(1)
+            await control_s(1)
             freeze_gc()
             for membership in range(1, rounds + 3):
-                total_s, control_s = await update(membership)
+                control = await control_s(membership)
                 # A new membership makes the next update form a new group.
-                (_, with_forming_s), (_, without_s) = await update(membership + 1), await update(membership + 1)
-                taken.append((total_s, control_s, with_forming_s - without_s))
+                forming = await control_s(membership + 1) - await control_s(membership + 1)
+                taken.append((control, forming))
             await publisher.close()
     milliseconds = 1e3 * np.array(taken[2:]).T  # without two rounds of warm-up
-    samples = dict(zip(("total", "control", "forming"), milliseconds.tolist(), strict=True))
+    samples = dict(zip(("control", "forming"), milliseconds.tolist(), strict=True))
     medians = {f"{name}_ms": bootstrap_median(values).as_dict() for name, values in samples.items()}
     return {"engines": engines, "tensors": tensors, "samples": samples, **medians}
 
@@ -183,7 +183,6 @@ def run(quick: bool = False) -> None:
         rows += [
             Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
             Row(f"{name}: forming a new group, ms", forming, "<= 150", forming <= 150),
-            Row(f"{name}: whole update, ms", fleet["total_ms"]["median"]),
         ]
     print_table("fleet: the control part of an update", rows)
     write_record("fleet", {"fleets": fleets}, quick=quick)

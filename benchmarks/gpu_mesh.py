@@ -122,9 +122,7 @@ def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
             if number == 1:
                 wait(device)
                 began = time.perf_counter()
-            other.pipe.send(size)
-            group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
-            arrived = other.pipe.recv()
+            arrived = _sum_received(group, other, sent)
         rate = rounds * size / (time.perf_counter() - began)
         group.close()
     same = arrived == int(sent.long().sum())
@@ -156,9 +154,7 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         detected_s = time.monotonic() - killed_at
     with _member(backend) as meet:
         group, other = meet()
-        other.pipe.send(size)
-        group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
-        works = other.pipe.recv() == size
+        works = _sum_received(group, other, sent) == size
         group.close()
     noticed = error != "none" and detected_s <= _SILENCE_S + 5.0
     rows = [
@@ -167,6 +163,12 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         Row("    the error", error[:60]),
     ]
     return rows, {"backend": backend.value, "error": error, "detected_s": detected_s, "works_again": works}
+
+
+def _sum_received(group: Collective, other: Child, sent: torch.Tensor) -> int:
+    other.pipe.send(len(sent))
+    group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
+    return int(other.pipe.recv())
 
 
 @contextmanager

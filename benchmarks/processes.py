@@ -115,13 +115,8 @@ class LiveRun:
             self._launcher.wait(PATIENCE_S)
             self._launcher = None
 
-    def signal_launcher(self, number: signal.Signals) -> None:
-        """Send the launcher a signal."""
-        assert self._launcher is not None
-        self._launcher.send_signal(number)
-
     def processes(self) -> list[psutil.Process]:
-        """Return the launcher's process and those below it."""
+        """Return the launcher's process, followed by those below it."""
         assert self._launcher is not None
         launcher = psutil.Process(self._launcher.pid)
         return [launcher, *launcher.children(recursive=True)]

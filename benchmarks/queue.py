@@ -13,7 +13,7 @@ import asyncio
 import pickle
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,32 +108,26 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
     # The pickled arm is slow, so only a part of the load is used to measure its rate.
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
-    admin = Redis.from_url(url, protocol=2)
-    loop = asyncio.new_event_loop()
-    streams = loop.run_until_complete(RedisStream.connect(url, namespace="bench"))
+    with asyncio.Runner() as runner, Redis.from_url(url, protocol=2) as admin:
+        streams = runner.run(RedisStream.connect(url, namespace="bench"))
 
-    def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
-        def arm() -> float:
-            admin.flushall()
-            start = time.perf_counter()
-            work()
-            return count / (time.perf_counter() - start)
+        def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
+            def arm() -> float:
+                admin.flushall()
+                start = time.perf_counter()
+                work()
+                return count / (time.perf_counter() - start)
 
-        return arm
+            return arm
 
-    def awaited(work: Callable[[], Awaitable[None]]) -> Callable[[], object]:
-        return lambda: loop.run_until_complete(work())
-
-    arms = {
-        "ours": rate(awaited(lambda: ours(streams, groups)), num_rollouts),
-        "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
-    }
-    try:
-        timings = paired(arms, rounds)
-    finally:
-        loop.run_until_complete(streams.close())
-        loop.close()
-        admin.close()
+        arms = {
+            "ours": rate(lambda: runner.run(ours(streams, groups)), num_rollouts),
+            "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
+        }
+        try:
+            timings = paired(arms, rounds)
+        finally:
+            runner.run(streams.close())
     sampled = sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
     return timings, sum(len(payload) for payload in payloads) / sampled
 

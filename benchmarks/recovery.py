@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -133,13 +132,13 @@ def killed_trainers(live: LiveRun, bare: Bare, *, rounds: int) -> Paired:
     samples: dict[str, list[float]] = {"bare": [], "recovery": []}
     for _ in range(rounds + 1):
         live.next("checkpoint", after=time.time())
-        trainer = live.waited_for("trainer")
-        live.signal_launcher(signal.SIGSTOP)
+        launcher, trainer = live.processes()[0], live.waited_for("trainer")
+        launcher.suspend()
         killed = time.time()
         trainer.kill()
         time.sleep(1.0)  # lets the run's other processes finish their current work first
         samples["bare"].append(bare.trainer(_newest_checkpoint(live)))
-        live.signal_launcher(signal.SIGCONT)
+        launcher.resume()
         begins = started_at(live.waited_for("trainer", other_than=trainer.pid))
         samples["recovery"].append(live.next("trainer_ready", after=killed) - begins)
     live.kill()

@@ -20,9 +20,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self, final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -34,6 +35,8 @@ from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 
+#: Returns one reward per answer, None where the verifier reached no judgement.
+Judge = Callable[[Sequence[Problem], Sequence[str]], list[float | None]]
 _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
 
@@ -57,34 +60,24 @@ class ArmResult:
     ends: list[float]
 
 
-@final
-class Judge:
-    """Calls the recipe's verifiers, which are asynchronous, from TRL's trainer, which is not."""
+@contextmanager
+def judge_of(config: RunConfig) -> Iterator[Judge]:
+    """Yield a synchronous function that judges with the recipe's verifiers, which are asynchronous."""
+    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
 
-    def __init__(self, config: RunConfig) -> None:
-        self._verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for verifier in self._verifiers.values():
-            self._runner.run(verifier.close())
-        self._runner.close()
-
-    def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
-        """Return one reward per answer, None where the verifier reached no judgement."""
-        return self._runner.run(self._rewards(problems, texts))
-
-    async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+    async def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+        pairs = zip(problems, texts, strict=True)
         judged = await asyncio.gather(
-            *(
-                self._verifiers[each.domain].judge(each, [SampledAnswer(text)])
-                for each, text in zip(problems, texts, strict=True)
-            )
+            *(verifiers[each.domain].judge(each, [SampledAnswer(text)]) for each, text in pairs)
         )
         return [verdict.reward if verdict.outcome.is_judgement else None for ((verdict, _),) in judged]
+
+    with asyncio.Runner() as runner:
+        try:
+            yield lambda problems, texts: runner.run(judge(problems, texts))
+        finally:
+            for verifier in verifiers.values():
+                runner.run(verifier.close())
 
 
 @final
@@ -112,36 +105,22 @@ class Clock:
         return result
 
 
-@final
-@dataclass(slots=True)
-class HeldOut:
-    """Measures the greedy accuracy on the recipe's held-out problems, in one batch."""
+def held_out_accuracy(config: RunConfig, judge: Judge, tokenizer: ChatTokenizer, model: Any) -> float:
+    """Return the share of the recipe's held-out problems, if judged, that the model solves greedily, in one batch."""
+    from benchmarks.torch_step import generate
 
-    config: RunConfig
-    judge: Judge
-    tokenizer: ChatTokenizer
-    problems: list[Problem] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create the same held-out problems that our own evaluations use."""
-        wanted = self.config.evaluation_sets[0]
-        source = held_out_problems(self.config, wanted)[wanted.name]
-        self.problems = [source.problem(index) for index in range(wanted.problems)]
-
-    def accuracy(self, model: Any) -> float:
-        """Return the share of judged answers that are correct."""
-        from benchmarks.torch_step import generate
-
-        prompts = [self.tokenizer.encode_chat(problem.messages) for problem in self.problems]
-        ends = sorted(self.tokenizer.eos_token_ids)
-        longest = self.config.evaluation.max_tokens or self.config.sampling.max_tokens
-        training = model.training
-        model.eval()
-        answers = generate(model, prompts, longest, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
-        model.train(training)
-        texts = [self.tokenizer.decode(until_end(row, ends)) for row in answers.tolist()]
-        judged = [reward for reward in self.judge.rewards(self.problems, texts) if reward is not None]
-        return sum(reward >= 1.0 for reward in judged) / max(1, len(judged))
+    wanted = config.evaluation_sets[0]
+    source = held_out_problems(config, wanted)[wanted.name]
+    problems = [source.problem(index) for index in range(wanted.problems)]
+    prompts = [tokenizer.encode_chat(problem.messages) for problem in problems]
+    ends, longest = sorted(tokenizer.eos_token_ids), config.evaluation.max_tokens or config.sampling.max_tokens
+    training = model.training
+    model.eval()
+    answers = generate(model, prompts, longest, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
+    model.train(training)
+    texts = [tokenizer.decode(until_end(row, ends)) for row in answers.tolist()]
+    rewards = [reward for reward in judge(problems, texts) if reward is not None]
+    return sum(reward >= 1.0 for reward in rewards) / max(1, len(rewards))
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
@@ -204,7 +183,7 @@ def train(order: ArmOrder) -> ArmResult:
 
     torch.set_num_threads(order.threads)
     config = load(order.recipe, [f"run.seed={order.seed}", f"run.steps={order.steps}"])
-    with Judge(config) as judge, tempfile.TemporaryDirectory() as folder:
+    with judge_of(config) as judge, tempfile.TemporaryDirectory() as folder:
         return _trained(order, config, judge, folder)
 
 
@@ -215,17 +194,17 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
     trl: Any = importlib.import_module("trl")
     path, clock = config.model.resolved, Clock()
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    held_out = HeldOut(config, judge, ChatTokenizer.load(path))
+    tokenizer = ChatTokenizer.load(path)
     source = training_problems(config)
     problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
     points, ends = list[tuple[int, float, float]](), list[float]()
 
     def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
-        return judge.rewards([problems[at] for at in index], [turns[0]["content"] for turns in completions])
+        return judge([problems[at] for at in index], [turns[0]["content"] for turns in completions])
 
     def evaluate(step: int) -> float:
         seconds = clock.seconds() if step else 0.0
-        points.append((step, seconds, clock.without(lambda: held_out.accuracy(model))))
+        points.append((step, seconds, clock.without(lambda: held_out_accuracy(config, judge, tokenizer, model))))
         return points[-1][2]
 
     def begin(*_: Any, **__: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import Paired, Row, paired, print_table, seconds_of, write_record
+from benchmarks.measure import Paired, Row, paired, report, seconds_of
 from benchmarks.served_engine import EngineOrder, LocalEngine, local
 from benchmarks.torch_step import generate, load_model
 from pipelinerl import rng
@@ -115,5 +115,4 @@ def run(quick: bool = False) -> None:
                     rows.append(Row(name, ratio, f">= {load.least_ratio:g}", ratio.low >= load.least_ratio))
                     rows.append(Row("    tokens/s of ours", timings.median("ours")))
                     record[name] = {"ratio": ratio.as_dict(), **timings.as_dict()}
-    print_table("engine: tokens/s over Hugging Face generate", rows)
-    write_record("engine", {"loads": record}, quick=quick)
+    report("engine", rows, {"loads": record}, quick=quick, title="engine: tokens/s over Hugging Face generate")

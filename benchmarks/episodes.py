@@ -26,7 +26,7 @@ from typing import Any, Final
 from benchmarks import games, paced
 from benchmarks.arms import Job, train, training_clock
 from benchmarks.gateway import order
-from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.measure import RESULTS, Row, report
 from benchmarks.processes import open_many_files, spawned
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import Unwatched
@@ -97,8 +97,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
                 Row(f"{name}: reward", shown, f">= {LEARNT}", each["last"] >= LEARNT),
                 Row(f"{name}: seconds of training to {LEARNT}", "never" if took is None else took, "<= 60", in_time),
             ]
-    print_table("episodes", rows)
-    write_record("episodes", payload, quick=quick)
+    report("episodes", rows, payload, quick=quick)
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

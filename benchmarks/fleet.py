@@ -22,7 +22,7 @@ import torch
 import uvicorn
 import uvloop
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.processes import open_many_files, spawned
 from benchmarks.served_engine import publish
 from inference_contract.errors import InvalidRequest
@@ -184,5 +184,4 @@ def run(quick: bool = False) -> None:
             Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
             Row(f"{name}: forming a new group, ms", forming, "<= 150", forming <= 150),
         ]
-    print_table("fleet: the control part of an update", rows)
-    write_record("fleet", {"fleets": fleets}, quick=quick)
+    report("fleet", rows, {"fleets": fleets}, quick=quick, title="fleet: the control part of an update")

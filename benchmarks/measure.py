@@ -6,8 +6,8 @@ interval from a bootstrap over the rounds.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
-    print_table("decode", [Row("speed-up", faster, ">= 2", faster.low >= 2)])
-    write_record("decode", {"speed_up": faster.as_dict(), **timings.as_dict()})
+    rows = [Row("speed-up", faster, ">= 2", faster.low >= 2)]
+    report("decode", rows, {"speed_up": faster.as_dict(), **timings.as_dict()}, quick=quick)
 """
 
 from __future__ import annotations
@@ -122,6 +122,12 @@ class Row:
     value: object
     target: str = ""
     met: bool | None = None
+
+
+def report(name: str, rows: Sequence[Row], record: Mapping[str, Any], *, quick: bool, title: str = "") -> None:
+    """Print the rows under `title` (default: the benchmark's name) and, unless `quick`, write the record."""
+    print_table(title or name, rows)
+    write_record(name, record, quick=quick)
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:

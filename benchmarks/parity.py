@@ -9,7 +9,6 @@ sample in flight, the engine recomputes the sample's KV cache (`recompute_kv`), 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.gateway import order
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from benchmarks.torch_step import random_batch, rl_step, trainer_of
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
@@ -136,7 +135,7 @@ async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rol
     engine.staging()[:] = torch.cat(staged)
     engine.finish_staging()
     trainer.close()
-    requests = list(itertools.islice(_requests(model, seed), prompts))
+    requests = list(_requests(model, seed, prompts))
     answers = [asyncio.create_task(engine.complete(request)) for request in requests]
     await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
     await engine.commit(version=1, epoch=1, digest="parity", on_update=OnUpdate.RECOMPUTE_KV)
@@ -145,9 +144,9 @@ async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rol
     return [rollout for pair in zip(requests, done, strict=True) for rollout in _rollouts(*pair)]
 
 
-def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
+def _requests(model: Path, seed: int, count: int) -> Iterator[ChatCompletionRequest]:
     vocab = ChatTokenizer.load(model).vocab_size
-    for number in itertools.count():
+    for number in range(count):
         draw = generator(seed, "parity", number)
         yield ChatCompletionRequest(
             prompt_token_ids=draw.integers(5, vocab, int(draw.integers(3, 24))).tolist(),
@@ -219,6 +218,5 @@ def run(quick: bool = False) -> None:
                 "by_version": {version: asdict(each) for version, each in result.versions.items()},
                 "samples_updated_in_flight": result.switched,
             }
-    print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
     payload = {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP}
-    write_record("parity", payload, quick=quick)
+    report("parity", rows, payload, quick=quick, title="parity of engine and trainer, tiny_speller on the CPU")

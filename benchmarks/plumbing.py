@@ -15,7 +15,7 @@ from typing import Final, final
 
 import psutil
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.processes import LiveRun, live_run, waited
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import EventFollower
@@ -42,8 +42,7 @@ def run(quick: bool = False) -> None:
         Row("plumbing: all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST),
         Row("actor's processor time of a rollout, ms", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS),
     ]
-    print_table("plumbing", rows)
-    write_record("plumbing", {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}, quick=quick)
+    report("plumbing", rows, {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}, quick=quick)
 
 
 @final

@@ -24,7 +24,7 @@ from typing import Final, final
 
 import psutil
 
-from benchmarks.measure import Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Paired, Row, paired, report
 from benchmarks.processes import PATIENCE_S, LiveRun, live_run
 
 _TARGET: Final = 1.5
@@ -171,5 +171,4 @@ def run(quick: bool = False) -> None:
         rows.append(Row(f"{name}: recovery / bare", ratio, f"<= {_TARGET:g}", ratio.median <= _TARGET))
         rows.append(Row("    seconds", f"{timings.median('recovery'):.3g} / {timings.median('bare'):.3g}"))
         record[name] = {"recovery_over_bare": ratio.as_dict(), **timings.as_dict()}
-    print_table("recovery", rows)
-    write_record("recovery", record, quick=quick)
+    report("recovery", rows, record, quick=quick)

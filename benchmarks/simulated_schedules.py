@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.published import mean_context, published_hardware
 from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
@@ -63,8 +63,8 @@ def run(quick: bool = False) -> None:
         each.gpus: each.steps_per_hour for each in reversed(scaled) if each.arm == f"conventional G = {GENERATIONS[0]}"
     }
     rows = [Row(f"{each.gpus} H100s: {each.arm}", each.described(first[each.gpus])) for each in scaled]
-    print_table("simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1", rows)
-    write_record("simulated_schedules", {"arms": [asdict(each) for each in scaled]}, quick=quick)
+    title = "simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1"
+    report("simulated_schedules", rows, {"arms": [asdict(each) for each in scaled]}, quick=quick, title=title)
 
 
 def arms(gpus: int, *, steps: int) -> list[Scaled]:

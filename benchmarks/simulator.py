@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from benchmarks.paced import paced_recipe
 from benchmarks.processes import python
 from pipelinerl.commands.simulation.from_recipe import observed
@@ -107,9 +107,9 @@ def run(quick: bool = False) -> None:
         finished = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
         runs = dict(zip(arms, finished, strict=True))
     cells, hardware = predicted_cells(runs)
-    print_table("simulator: paced runs, measured / simulated", [cell.row for cell in cells])
     paced = {
         "hardware": asdict(hardware),
         "cells": [asdict(cell) | {"predicted": cell.predicted.as_dict()} for cell in cells],
     }
-    write_record("simulator", {"trusted": TRUSTED, "paced": paced}, quick=quick)
+    rows, title = [cell.row for cell in cells], "simulator: paced runs, measured / simulated"
+    report("simulator", rows, {"trusted": TRUSTED, "paced": paced}, quick=quick, title=title)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
+from benchmarks.measure import Row, paired, report, seconds_of
 from benchmarks.torch_step import Rows, bare_step, laid_out, random_batch, rl_step, trainer_of
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
@@ -63,7 +63,6 @@ def run(quick: bool = False) -> None:
         Row("packed / padded, speed-up", speed_up, "> 1", speed_up.low > 1.0),
         Row("largest difference of gradients, relative", difference, "<= 1e-5", difference <= 1e-5),
     ]
-    print_table("trainer", rows)
     payload = {
         "throughput_against_bare_torch": throughput.as_dict(),
         "packing_speed_up": speed_up.as_dict(),
@@ -71,4 +70,4 @@ def run(quick: bool = False) -> None:
         "tokens": {"step": short.num_tokens, "packing": long.num_tokens},
         "seconds": {"step": overhead.as_dict(), "packing": packing.as_dict()},
     }
-    write_record("trainer", payload, quick=quick)
+    report("trainer", rows, payload, quick=quick)

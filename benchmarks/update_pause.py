@@ -31,7 +31,8 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.gpu_device import copy_seconds
+from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.served_engine import EngineOrder, publish, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend, WeightLayout
@@ -63,9 +64,8 @@ async def _measure(url: str, rounds: int) -> tuple[list[Update], int]:
     async with update_meter(url) as meter:
         layout = meter.layout
         source = [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
-        spare = np.empty(layout.num_bytes, np.uint8)
         for _ in range(rounds + 1):
-            memcpy = _copy_seconds(spare)
+            memcpy = copy_seconds(layout.num_bytes, torch.device("cpu"))
             requests = asyncio.create_task(_keep_busy(meter.client, url))
             await meter.decoded(8)
             updates.append({**await meter.update(lambda: iter(source)), "memcpy": memcpy})
@@ -129,17 +129,6 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
         await client.chat(url, request)
 
 
-def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    origin = np.zeros_like(target)
-    origin[::4096] = 1
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        np.copyto(target, origin)
-        took.append(time.perf_counter() - began)
-    return min(took)
-
-
 def _size(size: DebugSize, rounds: int) -> tuple[list[Update], int]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -176,5 +165,4 @@ def run(quick: bool = False) -> None:
             "median_ms": {key: float(np.median(values)) * 1e3 for key, values in seconds.items()},
             "samples_s": {key: values.tolist() for key, values in seconds.items()},
         }
-    print_table("update_pause: how long tokens stop for new weights", rows)
-    write_record("update_pause", payload, quick=quick)
+    report("update_pause", rows, payload, quick=quick, title="update_pause: how long tokens stop for new weights")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.rng import generator
 from pipelinerl.roles.verification import open_verifier
@@ -78,13 +78,12 @@ def run(quick: bool = False) -> None:
         Row("… with hostile ones (s)", with_them.p95_s),
         Row("… with hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
     ]  # fmt: skip
-    print_table("verifiers", rows)
     payload = {
         "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
         "slowest_hostile_s": late,
         "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
     }
-    write_record("verifiers", payload, quick=quick)
+    report("verifiers", rows, payload, quick=quick)
 
 
 def expressions(count: int) -> list[tuple[str, str]]:

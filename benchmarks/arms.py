@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -142,15 +141,15 @@ class _OtherWork:
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
 
+def _own_s() -> float:
+    """Return the processor's seconds of this process and of its children that have ended."""
+    return sum(psutil.Process().cpu_times()[:4])
+
+
 def _busy_s() -> float:
     """Return all processors' seconds that programs used or the host took away."""
     times = psutil.cpu_times()
     return sum(getattr(times, each, 0.0) for each in ("user", "nice", "system", "irq", "softirq", "steal"))
-
-
-def _own_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def recorded(benchmark: str) -> list[Figures]:

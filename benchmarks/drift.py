@@ -19,7 +19,7 @@ from typing import Final, final
 import numpy as np
 
 from benchmarks.gateway import completion, order
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from inference_contract.schemas import ChatCompletion, ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.environments.environment import EpisodeLimits
@@ -105,8 +105,7 @@ def run(quick: bool = False) -> None:
                 Row("  ours drifts", shares["ours"], "0", drifts == 0),
                 Row("  segments an episode", segments, "1.00", segments == 1.0),
             ]
-    print_table("drift", rows)
-    write_record("drift", {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
+    report("drift", rows, {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
 
 
 @final

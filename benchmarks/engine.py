@@ -99,9 +99,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     torch.set_num_threads(1)
-    shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
-    if not quick:
-        shapes["3 MB"] = DebugSize.MB_3
+    shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY} | ({} if quick else {"3 MB": DebugSize.MB_3})
     rounds, batches = (2, 2) if quick else (5, 3)
     rows, record = [], {}
     for size, shape in shapes.items():

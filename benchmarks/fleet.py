@@ -25,16 +25,8 @@ import uvloop
 from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.processes import open_many_files, spawned
 from benchmarks.served_engine import publish
+from inference_contract import schemas
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    EngineMetrics,
-    EngineState,
-    Health,
-    ModelCard,
-)
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
@@ -85,15 +77,15 @@ class _Engine:
     def serving(self) -> tuple[int, int]:
         return self._serving
 
-    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def complete(self, request: schemas.ChatCompletionRequest) -> schemas.ChatCompletion:
         raise InvalidRequest("this engine has no model")
 
-    def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+    def stream(self, request: schemas.ChatCompletionRequest) -> AsyncIterator[schemas.ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
 
-    def model_card(self) -> ModelCard:
+    def model_card(self) -> schemas.ModelCard:
         epoch, version = self._serving
-        return ModelCard(
+        return schemas.ModelCard(
             id="none",
             model_version=version,
             epoch=epoch,
@@ -102,11 +94,11 @@ class _Engine:
             layout_id=self.layout.layout_id,
         )
 
-    def health(self) -> Health:
-        return Health(state=EngineState.READY, epoch=self._serving[0], model_version=self._serving[1])
+    def health(self) -> schemas.Health:
+        return schemas.Health(state=schemas.EngineState.READY, epoch=self._serving[0], model_version=self._serving[1])
 
-    def metrics(self) -> EngineMetrics:
-        return EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
+    def metrics(self) -> schemas.EngineMetrics:
+        return schemas.EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
 
 
 def _engines(count: int, tensors: int, ports: Connection) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, final
 
 import psutil
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.processes import Child, open_many_files, spawned
 from inference_contract.schemas import (
     AssistantMessage,
@@ -55,15 +55,11 @@ def run(quick: bool = False) -> None:
         turns = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
         mib = asyncio.run(_memory(agents))
     gateway = bootstrap_median(turns)
-    print_table(
-        "gateway",
-        [
-            Row(f"processor time of a turn at {CONTEXT} tokens, ms", gateway, "<= 0.5", gateway.median <= 0.5),
-            Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
-        ],
-    )
-    payload = {"turn_ms": gateway.as_dict(), "open_mib": mib}
-    write_record("gateway", payload, quick=quick)
+    rows = [
+        Row(f"processor time of a turn at {CONTEXT} tokens, ms", gateway, "<= 0.5", gateway.median <= 0.5),
+        Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
+    ]
+    report("gateway", rows, {"turn_ms": gateway.as_dict(), "open_mib": mib}, quick=quick)
 
 
 def conversation() -> list[dict[str, str]]:

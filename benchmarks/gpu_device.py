@@ -101,11 +101,6 @@ def copy_seconds(num_bytes: int, device: torch.device) -> float:
     return best_seconds(lambda: target.copy_(origin), device)
 
 
-def bytes_per_second(num_bytes: int, device: torch.device) -> float:
-    """Return the bandwidth of the device's memory, counting both the read and the write of each copied byte."""
-    return 2 * num_bytes / copy_seconds(num_bytes, device)
-
-
 def flops_per_second(size: int, device: torch.device) -> float:
     """Return the FLOP/s of a bf16 matrix product of `size` x `size`, the fastest of several tries."""
     # Random numbers: a matrix product of equal numbers draws less power and is unrealistically fast.

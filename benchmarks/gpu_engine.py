@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,17 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import served_engine
-from benchmarks.gpu_device import Scale, backend_of, bytes_per_second, copy_seconds
+from benchmarks.gpu_device import Scale, backend_of, copy_seconds
 from benchmarks.measure import Row, paired, seconds_of
-from benchmarks.served_engine import EngineOrder, Load, LocalEngine, SampledAnswer, logprobs_of, served
+from benchmarks.served_engine import EngineOrder, LocalEngine, SampledAnswer, engine_options, logprobs_of
 from benchmarks.torch_step import load_model
 from benchmarks.update_pause import update_meter
 from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.numerics.causes import Mismatch, mismatch
-from trainer_contract.types import Device, WeightDType
+from trainer_contract.types import WeightDType
 
 
 def prompts(scale: Scale, count: int, *path: str | int, length: int | None = None) -> list[list[int]]:
@@ -45,26 +45,18 @@ def prompts(scale: Scale, count: int, *path: str | int, length: int | None = Non
     return draw.integers(6, scale.shape.vocab, (count, scale.prompt if length is None else length)).tolist()
 
 
+def order_of(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> EngineOrder:
+    """Return the settings of an engine with the scale's size."""
+    context = scale.prompt + scale.answer
+    return EngineOrder(folder=folder, slots=scale.slots, context=context, device=device.type, dtype=dtype.value)
+
+
 def local(
-    folder: Path,
-    scale: Scale,
-    device: torch.device,
-    dtype: WeightDType,
-    *,
-    context: int | None = None,
-    library: str = "torch",
+    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, **changes: Any
 ) -> AbstractContextManager[LocalEngine]:
-    """Start an engine in this process; `context` tokens per sequence, by default the scale's prompt and answer."""
-    order = EngineOrder(
-        folder=folder,
-        slots=scale.slots,
-        context=context or scale.prompt + scale.answer,
-        device=device.type,
-        dtype=dtype.value,
-        prefill_tokens=scale.slots * scale.prompt,
-        library=library,
-    )
-    return served_engine.local(order)
+    """Start an engine of the scale's size in this process; `changes` are fields of `EngineOrder`."""
+    order = order_of(folder, scale, device, dtype)
+    return served_engine.local(replace(order, prefill_tokens=scale.slots * scale.prompt, **changes))
 
 
 @torch.inference_mode()
@@ -118,7 +110,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare a full batch's decode rate with the memory limit; the rate is timed as long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
-    bandwidth = bytes_per_second(scale.copy_bytes, device)
+    bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
         arms = {"short": partial(engine.sample, batch, short), "long": partial(engine.sample, batch, scale.answer)}
         samples = paired({name: seconds_of(arm) for name, arm in arms.items()}, scale.rounds).samples
@@ -203,16 +195,8 @@ def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 def check_staging(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Check that an engine keeps to its memory share during an update; on a CPU, the share bounds its cache."""
     is_cuda, share = device.type == "cuda", 0.5
-    options = EngineOptions(
-        model_path=folder,
-        model_id="debug",
-        slots=scale.slots,
-        max_waiting=1,
-        context_length=scale.prompt + scale.answer,
-        device=Device(device.type),
-        dtype=WeightDType.BFLOAT16,
-        memory_share=share if is_cuda else None,
-    )
+    options = engine_options(order_of(folder, scale, device, WeightDType.BFLOAT16))
+    options = replace(options, memory_share=share if is_cuda else None)
     bound = 0 if is_cuda else 2**24
     runner = load_runner(options, cache_bytes=bound or None)
     runner.prefill([Prefill(each, [row]) for row, each in enumerate(prompts(scale, scale.slots, "staging"))])
@@ -233,16 +217,11 @@ def check_staging(folder: Path, scale: Scale, device: torch.device) -> tuple[lis
 def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
     """Start a busy engine in a separate process; yield its URL and the backend (gloo or NCCL) for weight updates."""
     backend = backend_of(device)
-    order = EngineOrder(
-        folder=folder,
-        slots=scale.slots,
-        context=scale.prompt + scale.answer,
-        load=Load(scale.slots, scale.answer),
-        device=device.type,
-        gpu=1 if backend is Backend.NCCL else None,
-        dtype="bfloat16",
+    order = order_of(folder, scale, device, WeightDType.BFLOAT16)
+    order = replace(
+        order, load=served_engine.Load(scale.slots, scale.answer), gpu=1 if backend is Backend.NCCL else None
     )
-    with served(order) as engine:
+    with served_engine.served(order) as engine:
         yield engine.url, backend
 
 

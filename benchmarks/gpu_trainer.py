@@ -24,7 +24,6 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -99,12 +98,9 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
 
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
     """Return a function that does the trainer's step in plain torch, with the same attention as the trainer."""
-
-    def bf16() -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     plan = partial(VarlenPlan.of, kernel=torch_kernel()) if device.type == "cuda" else SegmentPlan.of
-    rows = torch_step.laid_out(folder, batch, device=device, plan=plan, autocast=bf16)
+    rows = torch_step.laid_out(folder, batch, device=device, plan=plan, autocast=autocast)
     return torch_step.bare_step(rows, learning_rate=_RATE)
 
 

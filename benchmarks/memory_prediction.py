@@ -92,7 +92,8 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     """Predict and measure the case's peak memory in bytes."""
     shape = read_shape(case.path)
-    batch = _ragged(case.tokens, shape.vocab)
+    lengths = generator(0, "memory_prediction", case.tokens).integers(64, 448, max(2, case.tokens // 256))
+    batch = random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=shape.vocab)
     options = {"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {})
     trainer: Any = trainer_of(
         case.path, device, case.precision, gradient_checkpointing=case.checkpointing, options=options
@@ -148,11 +149,6 @@ def _standing(trainer: Any) -> int:
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
-    return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 
 
 def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+from benchmarks.served_engine import RunnerWith
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
@@ -82,31 +83,20 @@ def save_bigram(folder: Path, *, context_length: int) -> None:
 def engine(options: EngineOptions, decode_s: Callable[[int], float] = ENGINE.decode_s) -> Engine:
     """Return a bigram engine whose decode steps of n rows take `decode_s(n)` seconds."""
 
-    def runner() -> Any:
+    def load() -> Any:
         model = BigramModel.load(options.model_path)
         runner = BigramRunner(model, rows=options.slots, context_length=options.context_length)
-        return PacedRunner(runner, decode_s)
+
+        def decode(num_rows: int) -> tuple[list[int], list[float]]:
+            until = time.monotonic() + decode_s(num_rows)
+            sampled = runner.decode(num_rows)
+            _wait(until)
+            return sampled
+
+        return RunnerWith(runner, decode)
 
     tokenizer = ChatTokenizer.load(options.model_path)
-    return BatchingEngine(options, load=runner, tokenizer=tokenizer, endpoints=endpoints_of(options))
-
-
-@final
-class PacedRunner:
-    """A model runner whose decode step of n rows takes `decode_s(n)` seconds."""
-
-    def __init__(self, runner: BigramRunner, decode_s: Callable[[int], float]) -> None:
-        self._runner = runner
-        self._decode_s = decode_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        until = time.monotonic() + self._decode_s(num_rows)
-        sampled = self._runner.decode(num_rows)
-        _wait(until)
-        return sampled
+    return BatchingEngine(options, load=load, tokenizer=tokenizer, endpoints=endpoints_of(options))
 
 
 @final

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gateway import order
+from benchmarks.gateway import order as prompt_order
 from benchmarks.measure import Row, report
+from benchmarks.served_engine import EngineOrder, engine_options
 from benchmarks.torch_step import random_batch, rl_step, trainer_of
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -37,7 +37,7 @@ from pipelinerl.rng import generator
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Sampling, Verdict
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Device, HeadPrecision, Kernels, MicroBatch, Precision, WeightDType
+from trainer_contract.types import HeadPrecision, Kernels, Precision
 
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
@@ -83,7 +83,11 @@ class Parity:
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
     """Sample `prompts` groups with an update in flight, recompute the log-probs with the trainer, and compare."""
     rollouts = _sample_with_update(model, arm, prompts=prompts, seed=seed)
-    batches = _packed(rollouts)
+    weighted = [
+        WeightedRollout(rollout=rollout, advantages=np.ones(rollout.num_sampled_tokens), token_weight=1e-3)
+        for rollout in rollouts
+    ]
+    batches = [packed.micro_batch for packed in pack(weighted, token_budget=2048)]
     pairs: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for version in (0, 1):
         trainer, ours, theirs = _trainer(model, arm, version=version), [], []
@@ -116,18 +120,8 @@ def _sample_with_update(model: Path, arm: Arm, *, prompts: int, seed: int) -> li
 
 async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rollout]:
     """Sample groups with the real engine; when the first group has ended, the engine switches to a second version."""
-    options = EngineOptions(
-        model_path=model,
-        model_id="m",
-        slots=2 * GROUP,
-        max_waiting=4096,
-        context_length=64,
-        dtype=WeightDType(arm.dtype),
-        device=Device.CPU,
-        threads=1,
-        head_precision=arm.head,
-        kernels=arm.kernels,
-    )
+    order = EngineOrder(folder=model, slots=2 * GROUP, context=64, dtype=arm.dtype)
+    options = replace(engine_options(order), head_precision=arm.head, kernels=arm.kernels)
     engine = cast(BatchingEngine, from_options(options))
     await engine.start()
     trainer = _trainer(model, arm, version=1)
@@ -162,15 +156,7 @@ def _rollouts(request: ChatCompletionRequest, completion: ChatCompletion) -> lis
     sampling = Sampling(num_samples=GROUP, temperature=request.temperature)
     verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
     answers = [Answer(completion, choice, verdict) for choice in completion.choices]
-    return [made.rollout for made in rollouts_of(replace(order(0), sampling=sampling), answers)]
-
-
-def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-    weighted = [
-        WeightedRollout(rollout=rollout, advantages=np.ones(rollout.num_sampled_tokens), token_weight=1e-3)
-        for rollout in rollouts
-    ]
-    return [packed.micro_batch for packed in pack(weighted, token_budget=2048)]
+    return [made.rollout for made in rollouts_of(replace(prompt_order(0), sampling=sampling), answers)]
 
 
 def _trainer(model: Path, arm: Arm, *, version: int) -> Trainer:

@@ -45,10 +45,10 @@ class Child:
 
 
 @contextmanager
-def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
+def spawned(target: Callable[..., None], *arguments: Any, timeout_s: float = START_TIMEOUT_S) -> Iterator[Child]:
     """Run `target(*arguments, pipe)` in a new process, which must send a message when ready; end it with the context.
 
-    Raises RuntimeError if the process ends or sends nothing; its output says why.
+    Raises RuntimeError if the process ends, or sends nothing within `timeout_s`; its output says why.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -56,8 +56,8 @@ def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
     process.start()
     theirs.close()
     try:
-        if not ours.poll(START_TIMEOUT_S):
-            raise RuntimeError(f"{target.__name__} was not ready within {START_TIMEOUT_S:g} s; see its output above")
+        if not ours.poll(timeout_s):
+            raise RuntimeError(f"{target.__name__} was not ready within {timeout_s:g} s; see its output above")
         try:
             first = ours.recv()
         except EOFError:

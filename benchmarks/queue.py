@@ -47,13 +47,13 @@ class Load:
 
     def groups(self) -> list[RolloutGroup]:
         """Return random groups, seeded by the load's name; a long response is sampled by up to three model versions."""
-        random = generator(0, "queue benchmark", self.name)
-        return [self._group(random, number) for number in range(self.num_groups)]
-
-    def _group(self, random: np.random.Generator, number: int) -> RolloutGroup:
-        prompt = random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
-        rollouts = tuple(self._rollout(random, prompt) for _ in range(self.group_size))
-        return RolloutGroup(group_id=f"prompt-{number:06d}", index=number, domain="math", actor="a0", rollouts=rollouts)
+        random, groups = generator(0, "queue benchmark", self.name), []
+        for number in range(self.num_groups):
+            prompt = random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
+            rollouts = tuple(self._rollout(random, prompt) for _ in range(self.group_size))
+            name = f"prompt-{number:06d}"
+            groups.append(RolloutGroup(group_id=name, index=number, domain="math", actor="a0", rollouts=rollouts))
+        return groups
 
     def _rollout(self, random: np.random.Generator, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Rollout:
         length = int(random.integers(self.shortest, self.longest + 1))
@@ -132,25 +132,18 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
     return timings, sum(len(payload) for payload in payloads) / sampled
 
 
-def rows(load: Load, timings: Paired, size: float) -> list[Row]:
-    """Return the table rows of one load."""
-    speed_up = timings.ratio("ours", "pickled")
-    return [
-        Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
-        Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
-    ]
-
-
 def run(quick: bool = False) -> None:
     """Measure each load, print the tables and, unless `quick`, write the record."""
     payload: dict[str, Any] = {"depth": DEPTH}
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
         for load in LOADS:
             timings, size = measure(load, server.url, rounds=3 if quick else 15)
-            print_table(f"queue, {load.name} groups of {load.group_size}", rows(load, timings, size))
-            payload[load.name] = {
-                "ours_over_pickled": timings.ratio("ours", "pickled").as_dict(),
-                "bytes_per_sampled_token": size,
-                **timings.as_dict(),
-            }
+            speed_up = timings.ratio("ours", "pickled")
+            rows = [
+                Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
+                Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
+            ]
+            print_table(f"queue, {load.name} groups of {load.group_size}", rows)
+            ratios = {"ours_over_pickled": speed_up.as_dict(), "bytes_per_sampled_token": size}
+            payload[load.name] = ratios | timings.as_dict()
     write_record("queue", payload, quick=quick)

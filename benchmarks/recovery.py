@@ -161,10 +161,11 @@ def killed_runs(live: LiveRun, bare: Bare, *, rounds: int) -> Paired:
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     rounds = 2 if quick else 9
-    measured: dict[str, Paired] = {}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
-        measured["trainer killed"] = killed_trainers(live, bare, rounds=rounds)
-        measured["run killed"] = killed_runs(live, bare, rounds=rounds)
+        measured = {
+            "trainer killed": killed_trainers(live, bare, rounds=rounds),
+            "run killed": killed_runs(live, bare, rounds=rounds),
+        }
     rows, record = [], {}
     for name, timings in measured.items():
         ratio = timings.ratio("recovery", "bare")

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -146,23 +146,19 @@ async def publish(
 
 
 @final
-class _Stopwatch:
-    def __init__(self, runner: Any, ends: list[float]) -> None:
-        self._runner = runner
-        self._ends = ends
+class RunnerWith:
+    """A model runner whose decode step is replaced by `decode`, which takes and returns the same."""
+
+    def __init__(self, runner: Any, decode: Callable[[int], tuple[list[int], list[float]]]) -> None:
+        self._runner, self.decode = runner, decode
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        answer: tuple[list[int], list[float]] = self._runner.decode(num_rows)
-        self._ends.append(time.monotonic())
-        return answer
 
-
-def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
-    library: Any = importlib.import_module(f"pipelinerl.engines.{order.library}.engine")
-    options = EngineOptions(
+def engine_options(order: EngineOrder) -> EngineOptions:
+    """Return the options of the engine, with room for any number of waiting requests."""
+    return EngineOptions(
         model_path=order.folder,
         model_id="debug",
         max_waiting=65536,
@@ -173,8 +169,20 @@ def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
         threads=1 if order.device == "cpu" else None,
     )
 
+
+def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
+    library: Any = importlib.import_module(f"pipelinerl.engines.{order.library}.engine")
+    options = engine_options(order)
+
     def load() -> Any:
-        return _Stopwatch(library.load_runner(options), ends)
+        runner = library.load_runner(options)
+
+        def decode(num_rows: int) -> tuple[list[int], list[float]]:
+            answer: tuple[list[int], list[float]] = runner.decode(num_rows)
+            ends.append(time.monotonic())
+            return answer
+
+        return RunnerWith(runner, decode)
 
     tokenizer = ChatTokenizer(char_tokenizer(), ())
     return BatchingEngine(options, load=load, tokenizer=tokenizer, prefill_tokens=order.prefill_tokens)

@@ -48,13 +48,6 @@ class Scaled:
     """Mean number of optimizer steps from the sampling of a rollout's oldest token to its training."""
     trainer_computes: float
 
-    def described(self, first: float) -> str:
-        """Return the figures in words, compared with `first` optimizer steps per hour."""
-        return (
-            f"{self.steps_per_hour / first:.2f} ({self.steps_per_hour:.0f} steps/h, {self.engines} generate, "
-            f"lag {self.lag:.1f}, trainer computes {self.trainer_computes:.0%})"
-        )
-
 
 def run(quick: bool = False) -> None:
     """Simulate, print and record."""
@@ -62,7 +55,11 @@ def run(quick: bool = False) -> None:
     first = {
         each.gpus: each.steps_per_hour for each in reversed(scaled) if each.arm == f"conventional G = {GENERATIONS[0]}"
     }
-    rows = [Row(f"{each.gpus} H100s: {each.arm}", each.described(first[each.gpus])) for each in scaled]
+    rows = []
+    for each in scaled:
+        speed = f"{each.steps_per_hour / first[each.gpus]:.2f} ({each.steps_per_hour:.0f} steps/h"
+        others = f"{each.engines} generate, lag {each.lag:.1f}, trainer computes {each.trainer_computes:.0%})"
+        rows.append(Row(f"{each.gpus} H100s: {each.arm}", f"{speed}, {others}"))
     title = "simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1"
     report("simulated_schedules", rows, {"arms": [asdict(each) for each in scaled]}, quick=quick, title=title)
 

@@ -144,11 +144,8 @@ def laid_out(
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
     rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
     if plan is not None:
-        inputs = {
-            "input_ids": tokens[None],
-            "position_ids": columns[None],
-            "segments": plan(batch.position_ids, device),
-        }
+        segments = plan(batch.position_ids, device)
+        inputs = {"input_ids": tokens[None], "position_ids": columns[None], "segments": segments}
         where = (torch.zeros(len(inside), dtype=torch.long), torch.from_numpy(inside))
     else:
         padded = torch.zeros(batch.num_segments, int(batch.position_ids.max()) + 1, dtype=torch.long)

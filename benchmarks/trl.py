@@ -71,6 +71,9 @@ class Crossing:
     seconds: float
     reached: bool
 
+    def __str__(self) -> str:
+        return f"{self.step} @ {self.seconds:.0f}" + ("" if self.reached else " (not reached)")
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -164,7 +167,7 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
         by_seed[seed] = (done["ours"], done["TRL"])
         for name, arm in done.items():
-            crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in task.targets)
+            crossings = ", ".join(f"{target:g}: {arm.crossing(target)}" for target in task.targets)
             print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
         yield _payload(task, dict(sorted(by_seed.items())), manner, tried)
 
@@ -195,16 +198,12 @@ def _rows(
         met = arrived and ratio.median <= task.most_time
         rows.append(Row(f"time to {target:g}, ours / TRL", ratio, f"<= {task.most_time:g} (goal {task.goal:g})", met))
         for name, side in zip(("ours", "TRL"), zip(*pairs, strict=True), strict=True):
-            rows.append(Row(f"    {name}: step @ seconds", ", ".join(_shown(arm.crossing(target)) for arm in side)))
+            rows.append(Row(f"    {name}: step @ seconds", ", ".join(str(arm.crossing(target)) for arm in side)))
     most = task.most_time_per_step
     limit = () if most is None else (f"<= {most:g}", per_step.median <= most)
     rows.append(Row("seconds per step, ours / TRL", per_step, *limit))
     before = " ".join(f"{a.curve[0][2]:.3f}/{b.curve[0][2]:.3f}" for a, b in pairs)
     return [*rows, Row("accuracy before training, ours / TRL", before)]
-
-
-def _shown(crossing: Crossing) -> str:
-    return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:

@@ -31,7 +31,6 @@ from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import held_out_problems, training_problems
-from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 
@@ -180,58 +179,52 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 def train(order: ArmOrder) -> ArmResult:
     """Run TRL's trainer on the order's recipe, and return its learning curve and step times."""
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     torch.set_num_threads(order.threads)
     config = load(order.recipe, [f"run.seed={order.seed}", f"run.steps={order.steps}"])
-    with judge_of(config) as judge, tempfile.TemporaryDirectory() as folder:
-        return _trained(order, config, judge, folder)
-
-
-def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> ArmResult:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-
     trl: Any = importlib.import_module("trl")
-    path, clock = config.model.resolved, Clock()
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    tokenizer = ChatTokenizer.load(path)
-    source = training_problems(config)
-    problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
-    points, ends = list[tuple[int, float, float]](), list[float]()
+    with judge_of(config) as judge, tempfile.TemporaryDirectory() as folder:
+        path, clock = config.model.resolved, Clock()
+        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        tokenizer = ChatTokenizer.load(path)
+        source = training_problems(config)
+        problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
+        points, ends = list[tuple[int, float, float]](), list[float]()
 
-    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
-        return judge([problems[at] for at in index], [turns[0]["content"] for turns in completions])
+        def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
+            return judge([problems[at] for at in index], [turns[0]["content"] for turns in completions])
 
-    def evaluate(step: int) -> float:
-        seconds = clock.seconds() if step else 0.0
-        points.append((step, seconds, clock.without(lambda: held_out_accuracy(config, judge, tokenizer, model))))
-        return points[-1][2]
+        def evaluate(step: int) -> float:
+            seconds = clock.seconds() if step else 0.0
+            points.append((step, seconds, clock.without(lambda: held_out_accuracy(config, judge, tokenizer, model))))
+            return points[-1][2]
 
-    def begin(*_: Any, **__: Any) -> None:
-        if order.evaluate:
-            evaluate(0)
-        clock.start()
+        def begin(*_: Any, **__: Any) -> None:
+            if order.evaluate:
+                evaluate(0)
+            clock.start()
 
-    def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
-        ends.append(clock.seconds())
-        due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
-        if due and evaluate(state.global_step) >= order.until:
-            control.should_training_stop = True
+        def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
+            ends.append(clock.seconds())
+            due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
+            if due and evaluate(state.global_step) >= order.until:
+                control.should_training_stop = True
 
-    follower: Any = TrainerCallback()
-    follower.on_train_begin, follower.on_step_end = begin, end_of_step
-    trainer = trl.GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
-        train_dataset=_dataset(problems),
-        processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
-        callbacks=[follower],
-        optimizers=_optimizers(model, config),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return ArmResult(points, ends)
+        follower: Any = TrainerCallback()
+        follower.on_train_begin, follower.on_step_end = begin, end_of_step
+        trainer = trl.GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+            train_dataset=_dataset(problems),
+            processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
+            callbacks=[follower],
+            optimizers=_optimizers(model, config),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return ArmResult(points, ends)
 
 
 def _dataset(problems: Sequence[Problem]) -> Any:
@@ -243,13 +236,9 @@ def _dataset(problems: Sequence[Problem]) -> Any:
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
     import torch
 
-    given = config.optimizer
-    schedule = LearningRateSchedule(
-        warmup_steps=given.warmup_steps,
-        steps=config.run.steps,
-        shape=given.schedule,
-        final_fraction=given.final_fraction,
-    )
+    from pipelinerl.roles.trainer_role import loop_settings
+
+    given, schedule = config.optimizer, loop_settings(config).schedule
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=given.learning_rate,

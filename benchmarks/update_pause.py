@@ -16,15 +16,14 @@ adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; ext
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -33,6 +32,7 @@ import torch
 
 from benchmarks.gpu_device import copy_seconds
 from benchmarks.measure import Row, bootstrap_median, report
+from benchmarks.processes import spawned
 from benchmarks.served_engine import EngineOrder, publish, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend, WeightLayout
@@ -54,9 +54,10 @@ def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
-def _trainer(url: str, rounds: int) -> tuple[list[Update], int]:
+def _trainer(url: str, rounds: int, pipe: Connection) -> None:
+    os.nice(10)
     torch.set_num_threads(1)
-    return asyncio.run(_measure(url, rounds))
+    pipe.send(asyncio.run(_measure(url, rounds)))
 
 
 async def _measure(url: str, rounds: int) -> tuple[list[Update], int]:
@@ -130,14 +131,12 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
 
 
 def _size(size: DebugSize, rounds: int) -> tuple[list[Update], int]:
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)
-        with (
-            served(EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)) as engine,
-            ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart,
-        ):
-            return apart.submit(_trainer, engine.url, rounds).result(timeout=600)
+        order = EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)
+        with served(order) as engine, spawned(_trainer, engine.url, rounds, timeout_s=600.0) as trainer:
+            updates, num_bytes = trainer.first
+            return updates, num_bytes
 
 
 def run(quick: bool = False) -> None:

@@ -65,8 +65,11 @@ def hostile_texts(count: int) -> list[str]:
 
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
-    texts = hostile_texts(100 if quick else 1000)
-    alone, with_them = both(texts, groups=30 if quick else 200, parts=1 if quick else 4)
+    texts, parts = hostile_texts(100 if quick else 1000), 1 if quick else 4
+    alone, with_them, groups = Latencies(), Latencies(), 30 if quick else 50
+    for part in range(parts):  # alternating, so that other load affects both alike
+        asyncio.run(judge_with([], alone, groups=groups))
+        asyncio.run(judge_with(texts[part::parts], with_them, groups=groups))
     p95 = with_them.p95_s / alone.p95_s
     late = max(with_them.hostile_s, default=0.0)
     rows = [
@@ -124,15 +127,6 @@ class Latencies:
     def p95_s(self) -> float:
         """The latency that one ordinary group in twenty exceeds."""
         return float(np.quantile(self.ordinary_s, 0.95))
-
-
-def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
-    """Measure latencies without and with hostile answers, alternating, so that other load affects both alike."""
-    alone, with_them = Latencies(), Latencies()
-    for part in range(parts):
-        asyncio.run(judge_with([], alone, groups=groups // parts))
-        asyncio.run(judge_with(texts[part::parts], with_them, groups=groups // parts))
-    return alone, with_them
 
 
 async def judge_with(hostile: Sequence[str], latencies: Latencies, *, groups: int) -> None:

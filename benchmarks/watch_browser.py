@@ -124,8 +124,5 @@ def _measured(link: str) -> dict[str, float]:
         page.wait_for_selector("main canvas[role=img]")
         timeline = page.evaluate(_ZOOMING, ["main canvas[role=img]", _FRAMES, False])
         browser.close()
-    return {"opened_s": opened_s, "charts_fps": _rate(charts), "timeline_fps": _rate(timeline)}
-
-
-def _rate(frames_ms: list[float]) -> float:
-    return 1e3 / float(np.mean(frames_ms))
+    charts_fps, timeline_fps = (1e3 / float(np.mean(frames_ms)) for frames_ms in (charts, timeline))
+    return {"opened_s": opened_s, "charts_fps": charts_fps, "timeline_fps": timeline_fps}

@@ -218,10 +218,8 @@ def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[t
     """Start a busy engine in a separate process; yield its URL and the backend (gloo or NCCL) for weight updates."""
     backend = backend_of(device)
     order = order_of(folder, scale, device, WeightDType.BFLOAT16)
-    order = replace(
-        order, load=served_engine.Load(scale.slots, scale.answer), gpu=1 if backend is Backend.NCCL else None
-    )
-    with served_engine.served(order) as engine:
+    load, gpu = served_engine.Load(scale.slots, scale.answer), 1 if backend is Backend.NCCL else None
+    with served_engine.served(replace(order, load=load, gpu=gpu)) as engine:
         yield engine.url, backend
 
 

@@ -35,6 +35,7 @@ from benchmarks.processes import Child, spawned
 from benchmarks.torch_step import OBJECTIVE, losses, trainer_of
 from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
 from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from trainer_contract.host_weights import copied
@@ -92,21 +93,13 @@ def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[R
 
 
 def _gathered_during_passes(trainer: Trainer, batch: MicroBatch) -> int:
+    """Return the number of parameters that differ when a thread gathers them during backward passes."""
     idle = copied(trainer.gather_weights())
-    ended = threading.Event()
-
-    def passes() -> None:
-        while not ended.is_set():
-            trainer.backward([batch], OBJECTIVE)
-            trainer.discard_gradient()
-
-    thread = threading.Thread(target=passes)
-    thread.start()
-    try:
-        results = copied(trainer.gather_weights())
-    finally:
-        ended.set()
-        thread.join()
+    gathering = in_background("gather", lambda: copied(trainer.gather_weights()))
+    while not gathering.done():
+        trainer.backward([batch], OBJECTIVE)
+        trainer.discard_gradient()
+    results = gathering.result()
     return sum(not np.array_equal(array, results[name]) for name, array in idle.items())
 
 

@@ -67,7 +67,7 @@ def other_rank(coordinator: str) -> Iterator[None]:
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a trainer of two processes, whose rank 0 is this process, with one of a single process on two GPUs."""
+    """Compare a trainer of two processes, rank 0 in this one, with a trainer of one; skip this without two GPUs."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
     batch = random_batch(scale)

@@ -42,11 +42,7 @@ def names(function: str = "run") -> dict[str, str]:
 
 
 def run_benchmarks(
-    wanted: Sequence[str],
-    *,
-    quick: bool = False,
-    plot: bool = False,
-    options: Mapping[str, Any] = MappingProxyType({}),
+    wanted: Sequence[str], *, quick: bool = False, plot: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> int:
     """Run or plot the named benchmarks one after another; return the exit status (2: bad arguments, 1: one failed)."""
     known = list(names("plot" if plot else "run"))

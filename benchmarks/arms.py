@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
+import psutil
+
 from benchmarks.measure import RESULTS, write_record
-from benchmarks.trl_arm import HeldOut, Judge
+from benchmarks.processes import python
+from benchmarks.trl_arm import held_out_accuracy, judge_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -32,7 +33,6 @@ from pipelinerl.observability.run_history import RunHistory, Series, tell
 from pipelinerl.roles.wiring import checkpoints_of
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
-_DEADLINE_S: Final = 7200.0
 #: Approximate number of points to which a curve is thinned before it is recorded.
 _POINTS: Final = 200
 #: A run is repeated if other programs used more than this share of the run's own processor time.
@@ -68,33 +68,29 @@ class Job:
     @property
     def key(self) -> dict[str, Any]:
         """The fields of a recorded row that identify this run."""
-        return {
-            "arm": self.arm,
-            "seed": self.seed,
-            "cell": self.cell,
-            "recipe": Path(self.recipe).name,
-            "changes": list(self.changes),
-        }
+        return asdict(self) | {"recipe": Path(self.recipe).name, "changes": list(self.changes)}
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
     """Run the job and, if `judged`, evaluate the last checkpoint. Raises RuntimeError if the run made none."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
-        command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
-        done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
+        failure = None
+        try:
+            python(["-m", "pipelinerl.cli", "run", job.recipe, *changes])
+        except RuntimeError as error:  # the steps until then count
+            failure = error
         config = load(job.recipe, changes)
         log = config.run_directory / "events.jsonl"
         history = tell(read_events(log) if log.exists() else [])
         checkpoint = checkpoints_of(config, config.run_directory).latest()
         if checkpoint is None or not history.evaluations or not history.steps:
-            output = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{' '.join(command[4:])} exited with {done.returncode}, nothing to measure:\n{output}")
+            raise RuntimeError(f"the run of {job.key} left nothing to measure") from failure
         accuracy = None
         if judged:
-            with Judge(config) as judge:
-                held_out = HeldOut(config, judge, ChatTokenizer.load(checkpoint[0]))
-                accuracy = held_out.accuracy(load_model(checkpoint[0]))
+            with judge_of(config) as judge:
+                tokenizer, model = ChatTokenizer.load(checkpoint[0]), load_model(checkpoint[0])
+                accuracy = held_out_accuracy(config, judge, tokenizer, model)
     completed = len(history.steps) >= config.run.steps
     return FinishedRun(config=config, history=history, completed=completed, accuracy=accuracy)
 
@@ -145,18 +141,15 @@ class _OtherWork:
         return {"load": os.getloadavg()[0], "others": max(0.0, _busy_s() - self._busy - own) / max(own, 1e-3)}
 
 
-def _busy_s() -> float:
-    """Return all processors' seconds that programs used or the host took away; 0 without Linux's /proc."""
-    try:
-        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except OSError:
-        return 0.0
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def _own_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    """Return the processor's seconds of this process and of its children that have ended."""
+    return sum(psutil.Process().cpu_times()[:4])
+
+
+def _busy_s() -> float:
+    """Return all processors' seconds that programs used or the host took away."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, each, 0.0) for each in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def recorded(benchmark: str) -> list[Figures]:
@@ -171,7 +164,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
     `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
     token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
-    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward;
+    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`: curves of the reward;
     `ess_by_step`: curve of `ess`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
@@ -189,7 +182,6 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
         "tokens_per_s": sum(sampled) / clock[-1],
         "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
         "by_seconds": thinned(Series(clock, smooth)),
-        "by_tokens": thinned(Series(tuple(accumulate(sampled)), smooth)),
         "ess_by_step": thinned(ess.smoothed()),
     }
 
@@ -258,14 +250,16 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return spread if len(known) == len(values) else f"{spread} ({len(known)} of {len(values)})"
 
 
-def panels(path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2) -> Path:
-    """Save a picture of `lines` times two panels, which `draw` fills, to `path`."""
+def panels(
+    path: Path, draw: Callable[[Sequence[Any]], None], *, lines: int = 2, columns: int = 2, width: float = 11.0
+) -> Path:
+    """Save a picture of `lines` times `columns` panels, which `draw` fills, to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.5 * lines), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, 3.5 * lines), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(lines, 2).flat)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     draw(axes)
     for each in axes:
         each.grid(color="#e4e7ec", linewidth=0.8)

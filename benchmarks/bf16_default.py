@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.arms import Figures, FinishedRun, Job, measured, steps_of
+from benchmarks.arms import Figures, FinishedRun, Job, by_arm, measured, steps_of
 from benchmarks.measure import Row, print_table
 from benchmarks.trl_smollm2 import EXAMPLE, fetch_model
 
@@ -68,12 +68,10 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
     print_table("bfloat16 by default, SmolLM2-135M", rows(runs))
 
 
-def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows(runs: Sequence[Figures]) -> list[Row]:
     """Return the table's rows: the arm `default` with its targets, and the other arms for comparison."""
-    by_name = {arm: [each for each in runs if each["arm"] == arm] for arm in ARMS}
-    means = {
-        arm: fmean(each["steps_to_target"] or _STEPS for each in several) for arm, several in by_name.items() if several
-    }
+    by_name = by_arm(runs)
+    means = {arm: fmean(each["steps_to_target"] or _STEPS for each in several) for arm, several in by_name.items()}
     lines = []
     for arm, mean in means.items():
         ratio, judged = mean / means["float32"], arm == "default"

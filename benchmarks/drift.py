@@ -20,7 +20,7 @@ from typing import Final, final
 import numpy as np
 
 from benchmarks.gateway import completion, order
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from inference_contract.schemas import ChatCompletion, ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.environments.environment import EpisodeLimits
@@ -105,8 +105,8 @@ def run(quick: bool = False) -> None:
             record[f"{name}, {kind}"] = shares | {"segments": segments}
             value = "; ".join(f"{each:.2f}" for each in (*shares.values(), segments))
             rows.append(Row(f"{name}, {kind}", value, "-; -; 0; 1", drifts == 0 and segments == 1.0))
-    print_table("drift: share of conversations, naive; naive, split; ours; and our segments an episode", rows)
-    write_record("drift", {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
+    title = "drift: share of conversations, naive; naive, split; ours; and our segments an episode"
+    report("drift", rows, {"conversations": CONVERSATIONS, "shares": record}, quick=quick, title=title)
 
 
 @final

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.measure import Paired, Row, paired, print_table, seconds_of, write_record
+from benchmarks.measure import Paired, Row, paired, report, seconds_of
 from benchmarks.served_engine import EngineOrder, LocalEngine, local
-from benchmarks.torch_step import load_model
-from inference_contract.schemas import ChatCompletionRequest
+from benchmarks.torch_step import generate, load_model
 from pipelinerl import rng
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
 
@@ -40,13 +40,14 @@ class Load:
     tail: float
     least_ratio: float
 
-    def lengths(self, count: int) -> list[int]:
-        """Return a random answer length for each of `count` requests."""
+    def job(self, count: int, vocab: int) -> Job:
+        """Return `count` requests with prompts of 8 to 24 random tokens."""
+        random = rng.generator(1, "engine benchmark", self.name)
+        prompts = [random.integers(6, vocab, size).tolist() for size in random.integers(8, 25, count)]
         if self.tail == 0:
-            return [self.shortest] * count
-        random = rng.generator(0, "engine benchmark", self.name)
-        drawn = self.shortest * (1 + random.pareto(self.tail, count))
-        return [min(self.longest, int(length)) for length in drawn]
+            return Job(prompts, [self.shortest] * count)
+        drawn = self.shortest * (1 + rng.generator(0, "engine benchmark", self.name).pareto(self.tail, count))
+        return Job(prompts, np.minimum(drawn, self.longest).astype(int).tolist())
 
 
 LOADS = (
@@ -62,67 +63,35 @@ class Job:
     prompts: list[list[int]]
     lengths: list[int]
 
-    @classmethod
-    def of(cls, load: Load, count: int, vocab: int) -> Job:
-        """Return a job of `count` requests with prompts of 8 to 24 random tokens and answer lengths from `load`."""
-        random = rng.generator(1, "engine benchmark", load.name)
-        sizes = random.integers(8, 25, count)
-        return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of requested tokens."""
-        return sum(self.lengths)
-
 
 def ours(engine: LocalEngine, job: Job) -> None:
     """Send all requests to our engine together, and wait for all answers."""
-    pairs = zip(job.prompts, job.lengths, strict=True)
-    answers = engine.complete(
-        [
-            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
-            for seed, (prompt, length) in enumerate(pairs)
-        ]
-    )
-    assert [answer.usage.completion_tokens for answer in answers] == job.lengths
+    answers = engine.sample(job.prompts, job.lengths)
+    assert [len(answer.token_ids) for answer in answers] == job.lengths
 
 
-def generate(model: Any, job: Job, concurrency: int) -> None:
-    """Answer the requests with Hugging Face `generate`, in static batches padded on the left."""
+def static_batches(model: Any, job: Job, concurrency: int) -> None:
+    """Answer the requests with Hugging Face `generate`, in batches that wait for their longest answer."""
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
     for start in range(0, len(job.prompts), concurrency):
-        prompts = job.prompts[start : start + concurrency]
-        longest = max(map(len, prompts))
-        token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        new = max(job.lengths[start : start + concurrency])
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=token_ids,
-                attention_mask=mask,
-                max_new_tokens=new,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        assert out.shape[1] == longest + new
+        batch = slice(start, start + concurrency)
+        longest = max(job.lengths[batch])
+        assert generate(model, job.prompts[batch], longest, pad_token_id=0, **settings).shape[1] == longest
 
 
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> Paired:
     """Return the tokens/s of our engine and of `generate`, for one load, over `rounds` rounds."""
     model = load_model(path, torch.device("cpu"), torch.float32)
-    job = Job.of(load, batches * concurrency, vocab=56)
+    job = load.job(batches * concurrency, vocab=56)
 
     def rate(work: Callable[[], object]) -> Callable[[], float]:
         seconds = seconds_of(work)
-        return lambda: job.num_tokens / seconds()
+        return lambda: sum(job.lengths) / seconds()
 
     with local(EngineOrder(folder=path, slots=concurrency, context=CONTEXT)) as engine:
         arms = {
             "ours": rate(lambda: ours(engine, job)),
-            "generate": rate(lambda: generate(model, job, concurrency)),
+            "generate": rate(lambda: static_batches(model, job, concurrency)),
         }
         return paired(arms, rounds)
 
@@ -130,9 +99,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     torch.set_num_threads(1)
-    shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
-    if not quick:
-        shapes["3 MB"] = DebugSize.MB_3
+    shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY} | ({} if quick else {"3 MB": DebugSize.MB_3})
     rounds, batches = (2, 2) if quick else (5, 3)
     rows, record = [], {}
     for size, shape in shapes.items():
@@ -146,5 +113,4 @@ def run(quick: bool = False) -> None:
                     rows.append(Row(name, ratio, f">= {load.least_ratio:g}", ratio.low >= load.least_ratio))
                     rows.append(Row("    tokens/s of ours", timings.median("ours")))
                     record[name] = {"ratio": ratio.as_dict(), **timings.as_dict()}
-    print_table("engine: tokens/s over Hugging Face generate", rows)
-    write_record("engine", {"loads": record}, quick=quick)
+    report("engine", rows, {"loads": record}, quick=quick, title="engine: tokens/s over Hugging Face generate")

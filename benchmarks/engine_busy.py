@@ -20,7 +20,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +29,7 @@ import numpy as np
 
 from benchmarks.measure import Row, paired, print_table, write_record
 from benchmarks.processes import Child, spawned
-from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
+from benchmarks.served_engine import EngineOrder, Load, ServedEngine, publish, served
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
@@ -46,86 +45,60 @@ class Mode(StrEnum):
     PUBLISHING = "publishing"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerOrder:
-    """The trainer's model, its core, and the engine that it publishes to."""
-
-    folder: Path
-    core: int
-    url: str
+def _trainer(folder: Path, url: str, core: int, pipe: Connection) -> None:
+    os.sched_setaffinity(0, {core})
+    asyncio.run(_follow(folder, url, pipe))
 
 
-def _trainer(order: TrainerOrder, pipe: Connection) -> None:
-    os.sched_setaffinity(0, {order.core})
-    asyncio.run(_follow(order, pipe))
-
-
-async def _follow(order: TrainerOrder, pipe: Connection) -> None:
-    """Work in the mode that the pipe requests; at each change of mode, send the number of rounds in the old mode."""
+async def _follow(folder: Path, url: str, pipe: Connection) -> None:
+    """Work in each mode for as many seconds as the pipe requests, and answer with the number of steps taken."""
     async with EngineClient(state_timeout_s=60.0) as client:
-        work = await _work(order, client)
-        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the process group before the measurements.
-            await work[mode]()
-        pipe.send(0)
-        mode, rounds = Mode.ALONE, 0
+        work = _work(folder, url, client)
+        for step in work.values():  # warm up and join the process group before the measurements
+            await step()
+        pipe.send("ready")
         while True:
-            if mode is Mode.ALONE or pipe.poll():
-                try:
-                    mode = pipe.recv()
-                except EOFError:
-                    return
-                pipe.send(rounds)
-                rounds = 0
-            if mode is not Mode.ALONE:
+            mode, seconds = pipe.recv()
+            ends, steps = time.monotonic() + seconds, 0
+            while time.monotonic() < ends:
                 await work[mode]()
-                rounds += 1
+                steps += 1
+            pipe.send(steps)
 
 
-async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
+def _work(folder: Path, url: str, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
     import torch
 
+    from benchmarks.torch_step import rl_step, trainer_of
     from benchmarks.trainer import RATE, ragged_batch
-    from pipelinerl.objective.presets import resolve
     from pipelinerl.rng import generator
-    from pipelinerl.trainers.torch.trainer import TorchTrainer
     from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-    from pipelinerl.weights.publisher import Publication, wire_layout
-    from trainer_contract.types import Device, TrainerSpec
+    from pipelinerl.weights.publisher import wire_layout
 
     torch.set_num_threads(1)
-    trainer, objective = TorchTrainer(), resolve("pipelinerl")
-    trainer.init_worker(TrainerSpec(model_path=order.folder, device=Device.CPU))
+    trainer, publisher = trainer_of(folder), BroadcastPublisher(client)
+    layout = wire_layout(trainer.weight_layout())
     batch = ragged_batch(generator(0, "engine_busy").integers(4, 25, 64), seed=1)
-    layout, publisher = wire_layout(trainer.weight_layout()), BroadcastPublisher(client)
 
     async def step() -> None:
-        trainer.backward([batch], objective)
-        trainer.optimizer_step(learning_rate=RATE)
+        rl_step(trainer, batch, learning_rate=RATE)
 
     async def step_and_publish() -> None:
         await step()
-        await publisher.publish(
-            Publication(
-                version=trainer.model_version,
-                epoch=1,
-                layout=layout,
-                weights=trainer.gather_weights,
-                engines=[order.url],
-                membership=1,
-            )
-        )
+        await publish(publisher, trainer.model_version, layout, trainer.gather_weights, [url])
 
     return {Mode.TRAINING: step, Mode.PUBLISHING: step_and_publish}
 
 
 def _arm(mode: Mode, engine: ServedEngine, trainer: Child, window_s: float, done: list[int]) -> Callable[[], float]:
     def tokens_per_s() -> float:
-        trainer.call(mode)
+        if mode is not Mode.ALONE:
+            trainer.pipe.send((mode, window_s + 2 * _SETTLE_S))
         time.sleep(_SETTLE_S)
         first, began = _tokens(engine.url), time.monotonic()
         time.sleep(window_s)
         rate = (_tokens(engine.url) - first) / (time.monotonic() - began)
-        done.append(trainer.call(Mode.ALONE))
+        done.append(0 if mode is Mode.ALONE else trainer.pipe.recv())
         return rate
 
     return tokens_per_s
@@ -149,10 +122,9 @@ def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
         folder = Path(name)
         random_decoder(DebugSize.MB_3).save_pretrained(folder)
         order = EngineOrder(folder=folder, slots=_LOAD.samples, context=512, load=_LOAD, core=cores[0])
-        with served(order) as engine, spawned(_trainer, TrainerOrder(folder, cores[1], engine.url)) as trainer:
+        with served(order) as engine, spawned(_trainer, folder, engine.url, cores[1]) as trainer:
             arms = {mode.value: _arm(mode, engine, trainer, window_s, done[mode.value]) for mode in Mode}
             timings = paired(arms, rounds)
-    per_window = {mode: float(np.median(counts)) for mode, counts in done.items()}
     ratios = {f"{mode} / alone": timings.ratio(mode, Mode.ALONE) for mode in (Mode.TRAINING, Mode.PUBLISHING)}
     rows = [Row(name, ratio, ">= 0.90 (goal 0.98)", ratio.median >= 0.90) for name, ratio in ratios.items()]
     rows += [Row(f"    tokens/s, {mode}", timings.median(mode)) for mode in Mode]
@@ -160,7 +132,7 @@ def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
     return {
         "ratios": {name: ratio.as_dict() for name, ratio in ratios.items()},
         "tokens_per_s": timings.as_dict(),
-        "rounds_per_window": per_window,
+        "rounds_per_window": {mode: float(np.median(counts)) for mode, counts in done.items()},
         "load_average": os.getloadavg()[0],
         "window_s": window_s,
     }

@@ -12,27 +12,23 @@ An episode is stuck if it has not ended after twice the longest time that its to
 from __future__ import annotations
 
 import asyncio
-import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from benchmarks import games
+from benchmarks import games, paced
 from benchmarks.arms import Job, train, training_clock
-from benchmarks.measure import Row, print_table, recorded_parts, write_record
-from benchmarks.paced import PacedRunner
+from benchmarks.gateway import order
+from benchmarks.measure import Row, recorded_parts, report
 from benchmarks.processes import open_many_files, spawned
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import Unwatched
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
@@ -40,11 +36,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
-from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.http_service import listen, serve
-from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "guess_letter" / "guess_letter.toml"
 LEARNT: Final = 0.8
@@ -70,12 +62,11 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """Result of a crowd: share of busy slots, number of ended and of stuck episodes, processor seconds of the actor."""
+    """Result of a crowd: share of busy slots, number of ended and of stuck episodes."""
 
     busy: float
     episodes: int
     stuck: int
-    actor_s: float
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence[str] = _PARTS) -> None:
@@ -90,31 +81,26 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
         rows += [
             Row(f"{name}: share of slots that decode", crowded.busy, ">= 0.9", crowded.busy >= 0.9),
             Row(f"{name}: stuck, of {crowded.episodes} ended", crowded.stuck, "0", crowded.stuck == 0),
-            Row(f"{name}: processor time of the actor, share of a core", crowded.actor_s / crowd.seconds),
         ]
-        payload["busy"] = {"busy": crowded.busy, "episodes": crowded.episodes, "stuck": crowded.stuck}
+        payload["busy"] = asdict(crowded)
     if "learning" in only:
-        learnt = [learning(seed) for seed in seeds[: 1 if quick else None]]
-        for each in learnt:
+        payload["learning"] = [learning(seed) for seed in seeds[: 1 if quick else None]]
+        for each in payload["learning"]:
+            name, took = f"guess_letter, seed {each['seed']}", each["seconds"]
             shown = f"{each['first']:.2f} -> {each['last']:.2f}"
-            rows.append(
-                Row(f"guess_letter, seed {each['seed']}: reward", shown, f">= {LEARNT}", each["last"] >= LEARNT)
-            )
-            took = each["seconds"]
-            name = f"guess_letter, seed {each['seed']}: seconds of training to {LEARNT}"
-            rows.append(Row(name, "never" if took is None else took, "<= 60", took is not None and took <= 60))
-            rows.append(Row(f"guess_letter, seed {each['seed']}: processor seconds of the run", each["processor_s"]))
-        payload["learning"] = learnt
-    print_table("episodes", rows)
-    write_record("episodes", payload, quick=quick)
+            in_time = took is not None and took <= 60
+            rows += [
+                Row(f"{name}: reward", shown, f">= {LEARNT}", each["last"] >= LEARNT),
+                Row(f"{name}: seconds of training to {LEARNT}", "never" if took is None else took, "<= 60", in_time),
+            ]
+    report("episodes", rows, payload, quick=quick)
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
 def learning(seed: int) -> dict[str, Any]:
-    """Train once; return the mean reward at start and end, seconds until it is `LEARNT`, and processor seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Train once; return the mean reward at start and end, and the seconds until it is `LEARNT`."""
     with tempfile.TemporaryDirectory(prefix="guess-letter-") as folder:
         changes = games.guessing(Path(folder) / "model")
         history = train(Job("guess_letter", seed, str(EXAMPLE), changes), judged=False).history
@@ -122,9 +108,7 @@ def learning(seed: int) -> dict[str, Any]:
     means = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
     clock = training_clock(history)
     reached = next((clock[place + WINDOW - 1] for place, mean in enumerate(means) if mean >= LEARNT), None)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seed": seed, "first": means[0], "last": means[-1], "seconds": reached, "processor_s": processor_s}
+    return {"seed": seed, "first": means[0], "last": means[-1], "seconds": reached}
 
 
 # --- engines below a crowd of episodes --------------------------------------------------------------------------------
@@ -139,9 +123,7 @@ def busy(crowd: Crowd) -> Crowded:
 
 @contextmanager
 def _engines(crowd: Crowd, folder: Path) -> Iterator[list[str]]:
-    tokenizer = char_tokenizer(alphabet="0123456789")
-    BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(folder)
-    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    paced.save_bigram(folder, context_length=_CONTEXT)
     with ExitStack() as stack:
         yield [stack.enter_context(spawned(_serve, crowd, folder)).first for _ in range(crowd.engines)]
 
@@ -151,13 +133,7 @@ def _serve(crowd: Crowd, folder: Path, pipe: Connection) -> None:
     options = EngineOptions(
         model_path=folder, model_id="paced", slots=crowd.slots, max_waiting=4096, context_length=_CONTEXT
     )
-
-    def load() -> Any:
-        model = BigramModel.load(folder)
-        runner = BigramRunner(model, rows=crowd.slots, context_length=_CONTEXT)
-        return PacedRunner(runner, lambda _: crowd.step_s)
-
-    engine = BatchingEngine(options, load=load, tokenizer=ChatTokenizer.load(folder), endpoints=endpoints_of(options))
+    engine = paced.engine(options, lambda _: crowd.step_s)
     with listen("127.0.0.1", 0) as bound:
         pipe.send(f"http://127.0.0.1:{bound.getsockname()[1]}")
         serve(create_app(engine, token=None), bound)
@@ -176,7 +152,7 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
         nonlocal ended
         number = worker
         while time.monotonic() < stops_at:
-            made = await maker.make(_order(number, crowd), Unwatched())
+            made = await maker.make(order(number, _MAX_TOKENS, num_samples=crowd.group_size), Unwatched())
             ended += len(made)
             number += crowd.groups
 
@@ -185,9 +161,9 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
             maker = Episodes(gateway, EnginePool(client, urls), {"d": domain}, attempts=2)
             workers = [asyncio.create_task(work(maker, worker)) for worker in range(crowd.groups)]
             await asyncio.sleep(crowd.warm_s)
-            before, used = [await client.metrics(url) for url in urls], _own_s()
+            before = [await client.metrics(url) for url in urls]
             await asyncio.sleep(crowd.seconds)
-            after, own_s = [await client.metrics(url) for url in urls], _own_s() - used
+            after = [await client.metrics(url) for url in urls]
             _, stuck = await asyncio.wait(workers, timeout=longest_s)
             for worker in stuck:
                 worker.cancel()
@@ -202,17 +178,4 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
         * min(1.0, (new["busy_s_total"] - old["busy_s_total"]) / crowd.seconds)
         for old, new in zip(before, after, strict=True)
     ]
-    return Crowded(fmean(shares), ended, len(stuck) * crowd.group_size, own_s)
-
-
-def _own_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _order(number: int, crowd: Crowd) -> PromptOrder:
-    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "1"),), ground_truth="")
-    sampling = Sampling(num_samples=crowd.group_size, max_tokens=_MAX_TOKENS)
-    return PromptOrder(
-        order_id=f"o{number}", index=number, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=number
-    )
+    return Crowded(fmean(shares), ended, len(stuck) * crowd.group_size)

@@ -10,6 +10,7 @@ machines of their own they would not.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,42 +22,24 @@ import torch
 import uvicorn
 import uvloop
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.processes import open_many_files, spawned
+from benchmarks.served_engine import publish
+from inference_contract import schemas
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    EngineMetrics,
-    EngineState,
-    Health,
-    ModelCard,
-)
-from inference_contract.weights import (
-    DType,
-    InitProcessGroupRequest,
-    OnUpdate,
-    ParameterSpec,
-    ProcessGroupStatus,
-    WeightLayout,
-    WeightUpdateRequest,
-    WeightUpdateResponse,
-)
+from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.roles.process import freeze_gc
 from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.publisher import Publication
 
 #: Fleets to measure, as pairs of the number of engines and the number of tensors.
 FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
 _PER_PROCESS: Final = 16
 _TOKEN: Final = "fleet"
-_PATIENCE_S: Final = 120.0
 _BASE_MS: Final = 5.0
 _EACH_MS: Final = 0.02
 _MOST_MS: Final = {64: 15.0}
@@ -73,13 +56,13 @@ class _Engine:
         self.layout = layout
         self._buffers = [np.zeros(layout.num_bytes, np.uint8) for _ in range(2)]
         self._serving = (0, 0)
-        self._receiver: WeightReceiver
+        receiver = WeightReceiver(self)
+        self.init_process_group = receiver.init_process_group
+        self.request_weight_update = receiver.request_weight_update
 
-    async def start(self) -> None:
-        self._receiver = WeightReceiver(self)
+    async def start(self) -> None: ...
 
-    async def close(self) -> None:
-        self._receiver.close()
+    async def close(self) -> None: ...
 
     def staging(self) -> Any:
         return self._buffers[1]
@@ -94,22 +77,15 @@ class _Engine:
     def serving(self) -> tuple[int, int]:
         return self._serving
 
-    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        return await self._receiver.init_process_group(request)
-
-    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        return await self._receiver.request_weight_update(request)
-
-    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def complete(self, request: schemas.ChatCompletionRequest) -> schemas.ChatCompletion:
         raise InvalidRequest("this engine has no model")
 
-    async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+    def stream(self, request: schemas.ChatCompletionRequest) -> AsyncIterator[schemas.ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
-        yield  # an unreachable yield, which makes this method an async generator
 
-    def model_card(self) -> ModelCard:
+    def model_card(self) -> schemas.ModelCard:
         epoch, version = self._serving
-        return ModelCard(
+        return schemas.ModelCard(
             id="none",
             model_version=version,
             epoch=epoch,
@@ -118,11 +94,11 @@ class _Engine:
             layout_id=self.layout.layout_id,
         )
 
-    def health(self) -> Health:
-        return Health(state=EngineState.READY, epoch=self._serving[0], model_version=self._serving[1])
+    def health(self) -> schemas.Health:
+        return schemas.Health(state=schemas.EngineState.READY, epoch=self._serving[0], model_version=self._serving[1])
 
-    def metrics(self) -> EngineMetrics:
-        return EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
+    def metrics(self) -> schemas.EngineMetrics:
+        return schemas.EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
 
 
 def _engines(count: int, tensors: int, ports: Connection) -> None:
@@ -132,10 +108,7 @@ def _engines(count: int, tensors: int, ports: Connection) -> None:
 
     async def serve() -> None:
         listeners = [listen("127.0.0.1", 0) for _ in range(count)]
-        engines = [_Engine(layout) for _ in listeners]
-        for engine in engines:
-            await engine.start()
-        servers = [uvicorn.Server(config_of(create_app(engine, token=_TOKEN))) for engine in engines]
+        servers = [uvicorn.Server(config_of(create_app(_Engine(layout), token=_TOKEN))) for _ in listeners]
         serving = [
             asyncio.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
@@ -159,59 +132,31 @@ def _fleet(engines: int, tensors: int) -> Iterator[list[str]]:
         yield [f"http://127.0.0.1:{port}" for port in ports]
 
 
-@final
-class _Trainer:
-    def __init__(self, control: EngineClient, layout: WeightLayout, engines: list[str]) -> None:
-        self._publisher = BroadcastPublisher(control)
-        self._layout = layout
-        self._engines = tuple(engines)
-        self._version, self._membership = 0, 1
-        whole = np.zeros(layout.num_bytes, np.int8)
-        self._arrays, at = [], 0
-        for parameter in layout.parameters:
-            self._arrays.append((parameter.name, whole[at : at + parameter.num_bytes].reshape(parameter.shape)))
-            at += parameter.num_bytes
-
-    async def update(self) -> tuple[float, float]:
-        """Publish the next version; return the total seconds of the update, and the seconds outside the broadcast."""
-        self._version += 1
-        publication = Publication(
-            version=self._version,
-            epoch=1,
-            layout=self._layout,
-            weights=lambda: iter(self._arrays),
-            engines=self._engines,
-            membership=self._membership,
-            timeout_s=_PATIENCE_S,
-        )
-        report = await self._publisher.publish(publication)
-        if report.failed:
-            raise RuntimeError(f"an update failed: {report.failed}")
-        return report.total_s, report.total_s - report.send_s
-
-    async def form(self) -> float:
-        """Return how many seconds longer an update takes when it must form a new group."""
-        self._membership += 1
-        (_, with_forming), (_, without) = await self.update(), await self.update()
-        return with_forming - without
-
-    async def close(self) -> None:
-        await self._publisher.close()
-
-
 async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
-    samples: dict[str, list[float]] = {"total": [], "control": [], "forming": []}
+    layout, versions, taken = _layout(tensors), itertools.count(1), list[tuple[float, float]]()
+    bytes_ = np.zeros(layout.num_bytes, np.int8)
+    weights = [(parameter.name, bytes_[at : at + 1]) for at, parameter in enumerate(layout.parameters)]
     with _fleet(engines, tensors) as urls:
         async with EngineClient(token=_TOKEN) as client:
-            trainer = _Trainer(client, _layout(tensors), urls)
-            await trainer.update()
+            publisher = BroadcastPublisher(client)
+
+            async def control_s(membership: int) -> float:
+                """Publish the next version; return the seconds outside the broadcast."""
+                report = await publish(
+                    publisher, next(versions), layout, lambda: iter(weights), urls, membership=membership
+                )
+                return report.total_s - report.send_s
+
+            await control_s(1)
             freeze_gc()
-            for number in range(-2, rounds):
-                row = (*await trainer.update(), await trainer.form())
-                if number >= 0:
-                    for values, seconds in zip(samples.values(), row, strict=True):
-                        values.append(1e3 * seconds)
-            await trainer.close()
+            for membership in range(1, rounds + 3):
+                control = await control_s(membership)
+                # A new membership makes the next update form a new group.
+                forming = await control_s(membership + 1) - await control_s(membership + 1)
+                taken.append((control, forming))
+            await publisher.close()
+    milliseconds = 1e3 * np.array(taken[2:]).T  # without two rounds of warm-up
+    samples = dict(zip(("control", "forming"), milliseconds.tolist(), strict=True))
     medians = {f"{name}_ms": bootstrap_median(values).as_dict() for name, values in samples.items()}
     return {"engines": engines, "tensors": tensors, "samples": samples, **medians}
 
@@ -230,7 +175,5 @@ def run(quick: bool = False) -> None:
         rows += [
             Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
             Row(f"{name}: forming a new group, ms", forming, "<= 150", forming <= 150),
-            Row(f"{name}: whole update, ms", fleet["total_ms"]["median"]),
         ]
-    print_table("fleet: the control part of an update", rows)
-    write_record("fleet", {"fleets": fleets}, quick=quick)
+    report("fleet", rows, {"fleets": fleets}, quick=quick, title="fleet: the control part of an update")

@@ -25,16 +25,7 @@ from typing import Final, final
 
 import psutil
 
-from benchmarks.measure import (
-    Paired,
-    Row,
-    bootstrap_median,
-    paired,
-    print_table,
-    recorded_parts,
-    seconds_of,
-    write_record,
-)
+from benchmarks.measure import Paired, Row, bootstrap_median, paired, recorded_parts, report, seconds_of
 from benchmarks.processes import Child, open_many_files, spawned
 from benchmarks.served_engine import EngineOrder, served
 from inference_contract.schemas import (
@@ -91,8 +82,7 @@ def run(quick: bool = False, *, only: Sequence[str] = _PARTS) -> None:
             name = f"time of turns of {NEW_TOKENS} tokens in {EPISODES} episodes, gateway / direct"
             rows += [Row(name, ratio, "<= 1.03", ratio.high <= 1.03), Row("    tokens/s of the gateway", tokens_per_s)]
             payload["ratio"] = {"ratio": ratio.as_dict(), **timings.as_dict()}
-    print_table("gateway", rows)
-    write_record("gateway", payload, quick=quick)
+    report("gateway", rows, payload, quick=quick)
 
 
 def conversation() -> list[dict[str, str]]:
@@ -138,10 +128,10 @@ class _Sampler:
         return completion([*known, *range(new)], "an answer")
 
 
-def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return order number `number` for a prompt: it requests one episode with the token limit `max_tokens`."""
-    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
-    sampling = Sampling(num_samples=1, max_tokens=max_tokens)
+def order(number: int, max_tokens: int = NEW_TOKENS + 1, *, num_samples: int = 1) -> PromptOrder:
+    """Return order number `number` for a prompt: it requests `num_samples` episodes of at most `max_tokens` tokens."""
+    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "1"),), ground_truth="")
+    sampling = Sampling(num_samples=num_samples, max_tokens=max_tokens)
     return PromptOrder(
         order_id=f"o{number}", index=number, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=number
     )

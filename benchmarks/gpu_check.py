@@ -1,18 +1,9 @@
 """Check every path that CUDA takes with one command on one large GPU: `make gpu-check`.
 
 Needs plain torch and transformers; the model is a random decoder of 0.87 billion parameters in bf16, so nothing is
-downloaded. The parts, in order:
-
-    correctness, decode, ragged      the torch engine: log-probs, decode rate, answers of uneven lengths (`gpu_engine`)
-    continued, staging, update       the torch engine: cached prefixes, memory of updates, in-flight updates
-    parity, trainer, state           the torch trainer: agreement with the engine, throughput and MFU, optimizer state
-                                     on the host (`gpu_trainer`)
-    vocabulary, beside               the torch trainer: output layer of a 152k vocabulary, publishing during backward
-    attention                        the trainer's attention kernel against padded buckets (`gpu_attention`)
-    memory                           peak memory against the prediction of `pipelinerl check` (`memory_prediction`)
-    group, killed, mesh              two processes: a weight group, one of whose members is killed, and a trainer of two
-                                     ranks; over NCCL if there are two GPUs (`gpu_mesh`)
-    jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_jax`)
+downloaded. `CHECKS` lists the parts in order, and the module of each describes it: the torch engine (`gpu_engine`), the
+torch and JAX trainers (`gpu_trainer`), `pipelinerl check`'s prediction of memory (`memory_prediction`), and checks with
+two processes, over NCCL if there are two GPUs (`gpu_mesh`).
 
 Each part runs in a process of its own for at most four minutes; a part that raises, dies or hangs misses its target.
 The record, gpu_check.json, is written after each part; `--only PART` keeps the recorded results of all other parts. The
@@ -41,7 +32,7 @@ from typing import Any, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import gpu_attention, gpu_engine, gpu_jax, gpu_mesh, gpu_trainer, memory_prediction
+from benchmarks import gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import RESULTS, Row, print_table, write_record
 
@@ -57,7 +48,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "staging": gpu_engine.check_staging,
     "update": gpu_engine.check_update,
     "trainer": gpu_trainer.check_throughput,
-    "attention": gpu_attention.check_attention,
+    "attention": gpu_trainer.check_attention,
     "state": gpu_trainer.check_state,
     "vocabulary": gpu_trainer.check_vocabulary,
     "beside": gpu_trainer.check_beside,
@@ -65,7 +56,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "group": gpu_mesh.check_group,
     "killed": gpu_mesh.check_killed,
     "mesh": gpu_mesh.check_mesh,
-    "jax": gpu_jax.check_jax,
+    "jax": gpu_trainer.check_jax,
 }
 NO_DEVICE: Final = 3
 LIMIT_S: Final = 240.0
@@ -122,8 +113,7 @@ def check(
     model: Path | None = None,
 ) -> Checked:
     """Run the chosen parts one after another on one model directory; call `done` with the results after each part."""
-    rows: list[Row] = []
-    results: dict[str, Any] = {}
+    rows, results = list[Row](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name:
         folder = model or Path(name)
         if model is None:
@@ -132,11 +122,11 @@ def check(
             began = time.monotonic()
             print(f"gpu_check: {part} …", file=sys.stderr, flush=True)
             more, results[part] = apart(part, folder, scale, device)
-            results[part]["part_s"] = time.monotonic() - began
-            results[part]["missed"] = [row.name for row in more if row.met is False]
+            part_s = time.monotonic() - began
+            results[part] |= {"part_s": part_s, "missed": [row.name for row in more if row.met is False]}
             rows += more
             done(results)
-            print(f"gpu_check: {part} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"gpu_check: {part} took {part_s:.0f} s", file=sys.stderr, flush=True)
     return rows, results
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from inference_contract.weights import Backend
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.rng import generator
 
@@ -100,11 +101,6 @@ def copy_seconds(num_bytes: int, device: torch.device) -> float:
     return best_seconds(lambda: target.copy_(origin), device)
 
 
-def bytes_per_second(num_bytes: int, device: torch.device) -> float:
-    """Return the bandwidth of the device's memory, counting both the read and the write of each copied byte."""
-    return 2 * num_bytes / copy_seconds(num_bytes, device)
-
-
 def flops_per_second(size: int, device: torch.device) -> float:
     """Return the FLOP/s of a bf16 matrix product of `size` x `size`, the fastest of several tries."""
     # Random numbers: a matrix product of equal numbers draws less power and is unrealistically fast.
@@ -118,6 +114,11 @@ def save_model(scale: Scale, folder: Path) -> None:
     """Save the random decoder on which the checks run as a bf16 model directory."""
     model: Any = random_decoder(scale.shape)
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def backend_of(device: torch.device) -> Backend:
+    """Return NCCL if a second GPU can take the other rank, since NCCL refuses two ranks on one; otherwise gloo."""
+    return Backend.NCCL if device.type == "cuda" and torch.cuda.device_count() > 1 else Backend.GLOO
 
 
 def describe(device: torch.device) -> str:

@@ -28,18 +28,19 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.gpu_device import Scale, wait
+from benchmarks.gpu_device import Scale, backend_of, wait
 from benchmarks.gpu_trainer import random_batch
 from benchmarks.measure import Row
 from benchmarks.processes import Child, spawned
+from benchmarks.torch_step import OBJECTIVE, losses, trainer_of
 from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.objective.presets import resolve
+from pipelinerl.system.background import in_background
 from pipelinerl.system.machine import free_ports
-from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from trainer_contract.host_weights import copied
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import MicroBatch, Precision
 
 #: Largest allowed difference of a loss from the loss of a single process, by precision.
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
@@ -66,73 +67,46 @@ def other_rank(coordinator: str) -> Iterator[None]:
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a trainer of two processes with one of a single process; without two GPUs, report that it was skipped."""
+    """Compare a trainer of two processes, rank 0 in this one, with a trainer of one; skip this without two GPUs."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
-    return compared(folder, random_batch(scale), device)
-
-
-def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a trainer of two processes, whose rank 0 is this process, with a trainer of one process."""
-    alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
+    batch = random_batch(scale)
+    alone = {
+        precision: losses(trainer_of(folder, device, precision), batch, learning_rate=_RATE) for precision in _ALLOWED
+    }
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     distributed = {"distributed": {"coordinator": coordinator}}
     rows, results = [], {}
     with other_rank(coordinator):
         for mesh in _MESHES:
             for precision, allowed in _ALLOWED.items():
-                trainer = _started(folder, device, precision, {"mesh": mesh, **distributed})
-                apart = float(np.abs(_losses(trainer, batch) - alone[precision]).max())
+                trainer = trainer_of(folder, device, precision, options={"mesh": mesh, **distributed})
+                apart = float(np.abs(losses(trainer, batch, learning_rate=_RATE) - alone[precision]).max())
                 name = f"{precision}, {'='.join(map(str, *mesh.items()))}: largest |Δ loss| from one process"
                 rows.append(Row(name, apart, f"<= {allowed:g}", apart <= allowed))
                 results[name] = apart
-        trainer = _started(folder, device, Precision.BF16, {"mesh": _MESHES[0], **distributed})
+        trainer = trainer_of(folder, device, Precision.BF16, options={"mesh": _MESHES[0], **distributed})
         differ = _gathered_during_passes(trainer, batch)
         trainer.close()
     rows.append(Row("parameters that differ when gathered during a pass", differ, "0", differ == 0))
     return rows, {"checked": True, **results, "gathered_differ": differ}
 
 
-def _started(folder: Path, device: torch.device, precision: Precision, options: dict[str, Any]) -> TorchTrainer:
-    trainer = TorchTrainer()
-    trainer.init_worker(
-        TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
-    )
-    return trainer
-
-
-def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtype[np.float64]]:
-    results = []
-    for _ in range(3):
-        results.append(trainer.backward([batch], resolve("pipelinerl"))[0].loss)
-        trainer.optimizer_step(learning_rate=_RATE)
-    trainer.close()
-    return np.array(results)
-
-
-def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
+def _gathered_during_passes(trainer: Trainer, batch: MicroBatch) -> int:
+    """Return the number of parameters that differ when a thread gathers them during backward passes."""
     idle = copied(trainer.gather_weights())
-    ended = threading.Event()
-
-    def passes() -> None:
-        while not ended.is_set():
-            trainer.backward([batch], resolve("pipelinerl"))
-            trainer.discard_gradient()
-
-    thread = threading.Thread(target=passes)
-    thread.start()
-    try:
-        results = copied(trainer.gather_weights())
-    finally:
-        ended.set()
-        thread.join()
+    gathering = in_background("gather", lambda: copied(trainer.gather_weights()))
+    while not gathering.done():
+        trainer.backward([batch], OBJECTIVE)
+        trainer.discard_gradient()
+    results = gathering.result()
     return sum(not np.array_equal(array, results[name]) for name, array in idle.items())
 
 
 def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Broadcast to another process, and compare the sum of the bytes that it received."""
     del folder
-    size, backend = min(scale.copy_bytes, 2**28), _backend(device)
+    size, backend = min(scale.copy_bytes, 2**28), backend_of(device)
     with _member(backend) as meet:
         group, other = meet()
         sent = torch.arange(size, device=group.device, dtype=torch.int64).to(torch.uint8)
@@ -141,9 +115,7 @@ def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
             if number == 1:
                 wait(device)
                 began = time.perf_counter()
-            other.pipe.send(size)
-            group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
-            arrived = other.pipe.recv()
+            arrived = _sum_received(group, other, sent)
         rate = rounds * size / (time.perf_counter() - began)
         group.close()
     same = arrived == int(sent.long().sum())
@@ -157,7 +129,7 @@ def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Kill the receiving process during a broadcast; then form a group with a new process."""
     del folder
-    size, backend = min(scale.copy_bytes, 2**26), _backend(device)
+    size, backend = min(scale.copy_bytes, 2**26), backend_of(device)
     with _member(backend) as meet:
         group, other = meet()
         sent = torch.ones(size, device=group.device, dtype=torch.uint8)
@@ -175,9 +147,7 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         detected_s = time.monotonic() - killed_at
     with _member(backend) as meet:
         group, other = meet()
-        other.pipe.send(size)
-        group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
-        works = other.pipe.recv() == size
+        works = _sum_received(group, other, sent) == size
         group.close()
     noticed = error != "none" and detected_s <= _SILENCE_S + 5.0
     rows = [
@@ -188,8 +158,10 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     return rows, {"backend": backend.value, "error": error, "detected_s": detected_s, "works_again": works}
 
 
-def _backend(device: torch.device) -> Backend:
-    return Backend.NCCL if device.type == "cuda" and torch.cuda.device_count() > 1 else Backend.GLOO
+def _sum_received(group: Collective, other: Child, sent: torch.Tensor) -> int:
+    other.pipe.send(len(sent))
+    group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
+    return int(other.pipe.recv())
 
 
 @contextmanager

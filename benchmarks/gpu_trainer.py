@@ -1,4 +1,4 @@
-"""The checks of `gpu_check` on the torch trainer: cost over plain torch, utilisation, and agreement with the engine.
+"""The checks of `gpu_check` on trainers: cost over plain torch, utilisation, agreement with the engine, and JAX.
 
 throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, relative to the same step
             in plain torch on prepared tensors
@@ -9,44 +9,55 @@ state       the optimizer's state on the host, or in bf16: log-probs after three
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
 beside      speed of a backward pass while weights are broadcast to an engine in another process, relative to the speed
             of a backward pass alone
+attention   torch's kernel (`varlen`) against buckets of padded segments: output and gradients of one layer in bf16,
+            compared with buckets in fp32, and time, for ragged segments (`ragged`), eight answers to each prompt
+            (`shared`) and a sliding window (`window`); error and time of the whole trainer's step with each
+jax         losses of three fp32 steps of the JAX trainer, against those of the torch trainer; time of a bf16 step of
+            both; log-probs of the JAX engine's samples, against the torch trainer's for the same tokens
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks import torch_step
 from benchmarks.gpu_device import Scale, best_seconds, flops_per_second, wait
-from benchmarks.gpu_engine import SampledAnswer, engine_apart, local, prompts, sample
-from benchmarks.measure import Row, bootstrap_median, paired, seconds_of
+from benchmarks.gpu_engine import engine_apart, local, prompts
+from benchmarks.measure import Paired, Row, bootstrap_median, paired, seconds_of
+from benchmarks.served_engine import logprobs_of, publish
+from benchmarks.torch_step import OBJECTIVE, losses, packed, rl_step, trainer_of
 from inference_contract.weights import Backend
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.numerics.torch_logprobs import token_predictions
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.system.background import in_background
+from pipelinerl.trainers.torch.packed.attention import AttentionPlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
-from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
+from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.broadcast.sender import WeightSender
-from pipelinerl.weights.publisher import Publication, wire_layout
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
+from pipelinerl.weights.publisher import wire_layout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import MicroBatch, Precision, WeightDType
 
-_RATE = 1e-6
+#: Learning rates of steps that are timed, and of steps after which log-probs are compared.
+_RATE: Final = 1e-6
+_VISIBLE_RATE: Final = 1e-5
 _PUBLISH_S: Final = 60.0
 #: Placements and dtypes of the optimizer's state to check; the allowed mean difference of log-probs after the steps.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
@@ -55,8 +66,13 @@ _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host", "moments": "bf16"},
 )
 _STATE_APART: Final = 2e-2
-_STATE_RATE: Final = 1e-5
 _STATE_STEPS: Final = 3
+#: Tolerances of attention: relative difference from fp32, and the log-probs' error with the kernel over the buckets'.
+_APART: Final = 2e-2
+_WORSE: Final = 1.2
+_ANSWERS: Final = 8
+#: By default, XLA would preallocate three quarters of the GPU's memory and compute fp32 products in TF32.
+_XLA: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
 def random_batch(scale: Scale) -> MicroBatch:
@@ -80,57 +96,34 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
     return products + output + attention
 
 
-def trainer_of(
-    folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
-) -> TorchTrainer:
-    """Start the `TorchTrainer` under test on the model in `folder`."""
-    trainer = TorchTrainer()
-    trainer.init_worker(
-        TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
-    )
-    return trainer
-
-
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
     """Return a function that does the trainer's step in plain torch, with the same attention as the trainer."""
-
-    def bf16() -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     plan = partial(VarlenPlan.of, kernel=torch_kernel()) if device.type == "cuda" else SegmentPlan.of
-    rows = torch_step.laid_out(folder, batch, device=device, plan=plan, autocast=bf16)
+    rows = torch_step.laid_out(folder, batch, device=device, plan=plan, autocast=autocast)
     return torch_step.bare_step(rows, learning_rate=_RATE)
 
 
 def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the trainer's speed with a loop in plain torch, and measure MFU."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    peak = flops_per_second(scale.matmul, device)
+    batch, peak = random_batch(scale), flops_per_second(scale.matmul, device)
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
-
-    def through_contract() -> None:
-        trainer.backward([batch], objective)
-        trainer.optimizer_step(learning_rate=_RATE)
-        wait(device)
 
     def in_plain_torch() -> None:
         bare()
         wait(device)
 
-    arms = {"trainer": seconds_of(through_contract), "bare": seconds_of(in_plain_torch)}
-    timings = paired(arms, scale.rounds, warmup=2)
+    step = partial(rl_step, trainer, batch, learning_rate=_RATE, device=device)
+    timings = paired({"trainer": seconds_of(step), "bare": seconds_of(in_plain_torch)}, scale.rounds, warmup=2)
     trainer.close()
     throughput = timings.ratio("bare", "trainer")
-    flops = step_flops(scale, batch)
-    used = flops / timings.median("trainer") / peak
+    flops, seconds = step_flops(scale, batch), timings.median("trainer")
+    used = flops / seconds / peak
     rows = [
         Row("trainer / bare torch, throughput", throughput, ">= 0.90 (goal 0.98)", throughput.median >= 0.90),
         Row("MFU of the trainer's step", used, ">= 0.35 (goal 0.50)", used >= 0.35),
         Row("    MFU of the bare loop", flops / timings.median("bare") / peak),
-        Row(
-            "    tokens/s, measured peak [TFLOP/s]",
-            f"{batch.num_tokens / timings.median('trainer'):.0f}, {peak / 1e12:.4g}",
-        ),
+        Row("    tokens/s, measured peak [TFLOP/s]", f"{batch.num_tokens / seconds:.0f}, {peak / 1e12:.4g}"),
     ]
     return rows, {
         "throughput_against_bare_torch": throughput.as_dict(),
@@ -144,18 +137,11 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare optimizer states on the host, or in bf16, with an fp32 state on the device."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    rows: list[Row] = []
-    results: dict[str, Any] = {}
+    batch, rows, results = random_batch(scale), list[Row](), dict[str, Any]()
 
     def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float32], float]:
-        trainer = trainer_of(folder, device, Precision.BF16, {"optimizer": options})
-
-        def step() -> None:
-            trainer.backward([batch], objective)
-            trainer.optimizer_step(learning_rate=_STATE_RATE)
-            wait(device)
-
+        trainer = trainer_of(folder, device, Precision.BF16, options={"optimizer": options})
+        step = partial(rl_step, trainer, batch, learning_rate=_VISIBLE_RATE, device=device)
         for _ in range(_STATE_STEPS):
             step()
         logprobs = trainer.forward([batch])[0]
@@ -177,7 +163,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the log-probs of engine and trainer in fp32 and bf16."""
     full, half = (
-        _disagreement(folder, scale, device, dtype, precision)
+        disagreement(folder, scale, device, dtype, precision)
         for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))
     )
     rows = [
@@ -188,22 +174,19 @@ def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     return rows, {"fp32_max": full.max, "bf16_mean": half.mean, "bf16_p95": half.p95, "bf16_max": half.max}
 
 
-def _disagreement(
-    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision
+def disagreement(
+    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision, library: str = "torch"
 ) -> Mismatch:
-    with local(folder, scale, device, dtype) as engine:
-        sampled = sample(engine, prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
+    """Return how the log-probs of an engine's samples differ from those of the torch trainer for the same tokens."""
+    with local(folder, scale, device, dtype, library=library) as engine:
+        sampled = engine.sample(prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
     gc.collect()
     trainer = trainer_of(folder, device, precision)
     sequences = [each.prompt + each.token_ids for each in sampled]
-    batch = torch_step.packed(sequences, [scale.prompt] * len(sampled), _logprobs(sampled))
+    batch = packed(sequences, [scale.prompt] * len(sampled), [each.logprobs for each in sampled])
     theirs = trainer.forward([batch])[0][batch.loss_mask]
     trainer.close()
-    return mismatch(np.concatenate(_logprobs(sampled)), theirs)
-
-
-def _logprobs(sampled: Sequence[SampledAnswer]) -> list[NDArray[np.float32]]:
-    return [each.logprobs for each in sampled]
+    return mismatch(logprobs_of(sampled), theirs)
 
 
 def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -219,7 +202,7 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
     head.weight.data = head.weight.data.bfloat16().float()
     inputs = (hidden.requires_grad_(), head.weight)
 
-    def gradients() -> tuple[torch.Tensor, ...]:
+    def gradients() -> tuple[Tensor, ...]:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             predictions = token_predictions(hidden, head, chosen, None, vocab_size=vocab)
         results = torch.autograd.grad(predictions[0], inputs, slopes)
@@ -245,9 +228,7 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 @torch.no_grad()
-def _exact_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, slopes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _exact_gradients(hidden: Tensor, weight: Tensor, chosen: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of Σ slope · log-prob with respect to hidden states and weight, in fp32."""
     of_hidden, of_weight, rows = torch.empty_like(hidden), torch.zeros_like(weight), 64
     for start in range(0, len(hidden), rows):
@@ -262,13 +243,12 @@ def _exact_gradients(
 
 def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Time backward passes alone and while a thread publishes: over NCCL if a second GPU runs the engine, else gloo."""
-    batch, objective = random_batch(scale), resolve("pipelinerl")
-    trainer = trainer_of(folder, device, Precision.BF16)
+    batch, trainer = random_batch(scale), trainer_of(folder, device, Precision.BF16)
 
     def backward() -> float:
         wait(device)
         began = time.perf_counter()
-        trainer.backward([batch], objective)
+        trainer.backward([batch], OBJECTIVE)
         wait(device)
         trainer.discard_gradient()
         return time.perf_counter() - began
@@ -292,7 +272,7 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
                 beside.append(float(np.mean(beside_now)))
                 totals.append(total_s)
     trainer.close()
-    speed = bootstrap_median(np.divide(alone, beside).tolist())
+    speed = bootstrap_median(np.divide(alone, beside))
     differ = sum(digest != idle for digest in digests)
     rows = [
         Row("speed of backward passes beside a publication / alone", speed, ">= 0.98", speed.median >= 0.98),
@@ -302,20 +282,161 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     return rows, {"speed": speed.as_dict(), "alone_s": alone, "beside_s": beside, "publications_s": totals}
 
 
-async def _published(trainer: TorchTrainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
+async def _published(trainer: Trainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
+    layout = wire_layout(trainer.weight_layout())
     async with EngineClient(state_timeout_s=60.0) as client:
         publisher = BroadcastPublisher(client, backend=backend)
-        publication = Publication(
-            version=version,
-            epoch=version,
-            layout=wire_layout(trainer.weight_layout()),
-            weights=trainer.gather_weights,
-            engines=[url],
-            membership=1,
-            timeout_s=_PUBLISH_S,
-        )
-        report = await publisher.publish(publication)
+        # Each publisher forms a group of its own, so it needs a new membership.
+        report = await publish(publisher, version, layout, trainer.gather_weights, [url], membership=version)
         await publisher.close()
-    if report.failed:
-        raise RuntimeError(f"version {version} was not published: {report.failed}")
     return report.digest, report.total_s
+
+
+def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Compare JAX with torch; if JAX is missing or does not find the GPU, report that nothing was checked."""
+    os.environ.update(_XLA)
+    platform = None
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        platform = str(jax.default_backend())
+    if platform is None or (platform == "cpu") != (device.type == "cpu"):
+        return [Row("JAX trainer and engine", f"not checked: JAX finds {platform or 'no package'}")], {"checked": False}
+    from pipelinerl.trainers.jax.trainer import JaxTrainer
+
+    batch = random_batch(scale)
+    start = {"torch": partial(trainer_of, folder, device), "jax": partial(trainer_of, folder, device, kind=JaxTrainer)}
+    values = [losses(begin(Precision.FP32), batch, learning_rate=_RATE) for begin in start.values()]
+    apart = float(np.abs(np.subtract(*values)).max())
+    trainers = {name: begin(Precision.BF16) for name, begin in start.items()}
+    # Steps read results, so JAX's asynchronous work counts.
+    steps = {name: partial(rl_step, each, batch, learning_rate=_RATE, device=device) for name, each in trainers.items()}
+    timings = paired({name: seconds_of(step) for name, step in steps.items()}, scale.rounds)
+    for trainer in trainers.values():
+        trainer.close()
+    slower = timings.ratio("jax", "torch").median
+    largest = disagreement(folder, scale, device, WeightDType.FLOAT32, Precision.FP32, library="jax").max
+    rows = [
+        Row("JAX trainer fp32, largest |Δ loss| from torch", apart, "<= 1e-3", apart <= 1e-3),
+        Row("JAX engine - torch trainer fp32, largest |Δ logp|", largest, "<= 1e-3", largest <= 1e-3),
+        Row("    JAX step bf16 / torch's, time", slower),
+    ]
+    return rows, {"checked": True, "loss_apart": apart, "logprob_apart": largest, "step_over_torch": slower}
+
+
+class Layer(NamedTuple):
+    """Inputs of one attention layer over a micro-batch of `tokens` tokens, and a plan for each implementation."""
+
+    name: str
+    tokens: int
+    plans: dict[str, AttentionPlan]
+    drawn: Sequence[Tensor]
+    window: int | None
+
+    def apart(self) -> dict[str, float]:
+        """Return by implementation the largest relative difference of output and gradients from buckets in fp32."""
+        exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
+        return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
+
+    def timed(self, rounds: int) -> Paired:
+        """Time the kernel and the buckets, forward and backward, in seconds."""
+
+        def once(plan: AttentionPlan) -> None:
+            _attended(plan, self.drawn, self.window)
+            wait(self.drawn[0].device)
+
+        return paired({arm: seconds_of(partial(once, plan)) for arm, plan in self.plans.items()}, rounds)
+
+
+def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Compare kernel and buckets on single layers and on whole steps; without CUDA report that nothing was checked."""
+    if device.type != "cuda":
+        return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
+    rows: list[Row] = []
+    results: dict[str, Any] = {"checked": True}
+    for layer in layers(torch_kernel(), scale, device, torch.bfloat16):
+        apart, timings = layer.apart(), layer.timed(scale.rounds)
+        name, error = f"attention, {layer.name}: varlen's largest |Δ| from fp32", apart["varlen"]
+        rows += [
+            Row(name, error, f"<= {_APART:g}", error <= _APART),
+            Row("    that of buckets in bf16", apart["buckets"]),
+            Row("    buckets / varlen, time", timings.ratio("buckets", "varlen")),
+        ]
+        sizes = {"tokens": layer.tokens, "computed": len(layer.drawn[0])}
+        results[layer.name] = {"apart": apart, **sizes, **_times(timings)}
+    more, results["step"] = _steps(folder, scale, device)
+    return rows + more, results
+
+
+def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
+    """Yield attention layers of the scale's size, for the varlen kernel and for buckets."""
+    ragged, window = random_batch(scale), scale.segment // 2
+    for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
+        distinct = Distinct.of(batch)
+        plans: dict[str, AttentionPlan] = {
+            "varlen": VarlenPlan.of(batch.position_ids, device, distinct, kernel=kernel),
+            "buckets": SegmentPlan.of(batch.position_ids, device, distinct),
+        }
+        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), limit)
+
+
+def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    batch = random_batch(scale)
+    step = partial(rl_step, batch=batch, learning_rate=_VISIBLE_RATE, device=device)
+
+    def logprobs(trainer: Trainer) -> NDArray[np.float32]:
+        before = trainer.forward([batch])[0]
+        step(trainer)
+        return np.concatenate((before, trainer.forward([batch])[0]))
+
+    reference = trainer_of(folder, device, options={"attention": "buckets", "compile": False})
+    exact = logprobs(reference)
+    reference.close()
+    kinds = ("varlen", "buckets")
+    trainers = {arm: trainer_of(folder, device, Precision.BF16, options={"attention": arm}) for arm in kinds}
+    errors = {arm: float(np.abs(logprobs(trainer) - exact).mean()) for arm, trainer in trainers.items()}
+    timings = paired({arm: seconds_of(partial(step, trainer)) for arm, trainer in trainers.items()}, scale.rounds)
+    for trainer in trainers.values():
+        trainer.close()
+    ratio = errors["varlen"] / errors["buckets"]
+    rows = [
+        Row("trainer: error of log-probs, varlen / buckets", ratio, f"<= {_WORSE:g}", ratio <= _WORSE),
+        Row("    buckets, mean |Δ logp| from fp32 before and after a step", errors["buckets"]),
+        Row("    a step, buckets / varlen, time", timings.ratio("buckets", "varlen")),
+    ]
+    return rows, {"errors": errors, **_times(timings)}
+
+
+def _times(timings: Paired) -> Mapping[str, Any]:
+    return {"buckets_over_varlen": timings.ratio("buckets", "varlen").as_dict(), "seconds": timings.as_dict()}
+
+
+def _shared(scale: Scale) -> MicroBatch:
+    """Return a micro-batch of about as many tokens as `random_batch`, in groups of answers that share their prompt."""
+    draw, prompt = generator(0, "gpu_check", "shared"), scale.segment // 2
+    sequences = []
+    for _ in range(max(1, scale.trained_tokens // (scale.segment * _ANSWERS))):
+        prompt_ids = draw.integers(0, scale.shape.vocab, prompt)
+        for length in draw.integers(scale.segment // 4, scale.segment * 3 // 4, _ANSWERS):
+            sequences.append([*prompt_ids.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
+    return packed(
+        sequences, [prompt] * len(sequences), [np.zeros(len(each) - prompt, np.float32) for each in sequences]
+    )
+
+
+def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    shape, draw = scale.shape, generator(0, "gpu_check", "attention")
+    keys, width = shape.kv_heads or shape.heads, shape.hidden // shape.heads
+    sizes = [(tokens, heads, width) for heads in (shape.heads, keys, keys, shape.heads)]
+    return [torch.from_numpy(draw.standard_normal(size, dtype=np.float32)).to(device, dtype) for size in sizes]
+
+
+def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
+    inputs = [each.detach().requires_grad_() for each in drawn[:3]]
+    attended = plan.attend(*inputs, window=window, scale=None)
+    return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
+
+
+def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    pairs = zip(results, exact, strict=True)
+    return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

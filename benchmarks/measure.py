@@ -6,8 +6,8 @@ interval from a bootstrap over the rounds.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
-    print_table("decode", [Row("speed-up", faster, ">= 2", faster.low >= 2)])
-    write_record("decode", {"speed_up": faster.as_dict(), **timings.as_dict()})
+    rows = [Row("speed-up", faster, ">= 2", faster.low >= 2)]
+    report("decode", rows, {"speed_up": faster.as_dict(), **timings.as_dict()}, quick=quick)
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+from numpy.typing import NDArray
 
 from pipelinerl.rng import generator
 
@@ -62,8 +64,7 @@ class Paired:
 
     def ratio(self, numerator: str, denominator: str) -> Interval:
         """Return the median over the rounds of numerator / denominator."""
-        pairs = np.divide(self.samples[numerator], self.samples[denominator])
-        return bootstrap_median(pairs.tolist())
+        return bootstrap_median(np.divide(self.samples[numerator], self.samples[denominator]))
 
     def as_dict(self) -> dict[str, Any]:
         """Return medians and all samples as a dictionary, to be written to a record."""
@@ -105,7 +106,7 @@ def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
     return arm
 
 
-def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
+def bootstrap_median(values: Sequence[float] | NDArray[np.float64], *, draws: int = 4000) -> Interval:
     """Return the median with the 95 % percentile interval of the bootstrap (Efron 1979); the draws are seeded."""
     data = np.asarray(values, dtype=np.float64)
     picks = generator(0, "bootstrap", len(data)).integers(0, len(data), size=(draws, len(data)))
@@ -121,6 +122,12 @@ class Row:
     value: object
     target: str = ""
     met: bool | None = None
+
+
+def report(name: str, rows: Sequence[Row], record: Mapping[str, Any], *, quick: bool, title: str = "") -> None:
+    """Print the rows under `title` (default: the benchmark's name) and, unless `quick`, write the record."""
+    print_table(title or name, rows)
+    write_record(name, record, quick=quick)
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
@@ -169,20 +176,14 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 def machine_facts() -> dict[str, Any]:
     """Return facts that a reader needs to judge a measurement: date, Python, libraries, processor, cores, memory."""
-    versions = {}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": _memory_gib(),
-        "libraries": versions,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "libraries": {each.name: each.version for each in metadata.distributions() if each.name in _LIBRARIES},
     }
 
 
@@ -192,11 +193,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _memory_gib() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return round(int(lines[0].split()[1]) / 2**20, 1)

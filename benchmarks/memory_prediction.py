@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,28 +25,20 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu_device import Scale
-from benchmarks.measure import Row, print_table, write_record
-from benchmarks.torch_step import random_batch
+from benchmarks.measure import Row, report
+from benchmarks.torch_step import OBJECTIVE, random_batch, trainer_of
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
-from pipelinerl.trainers.torch.trainer import TorchTrainer
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+from trainer_contract.types import MicroBatch, Precision
 
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing.
-_VARIANTS: Final = (
-    (Precision.FP32, 0, False),
-    (Precision.FP32, 0, True),
-    (Precision.FP32, 16, False),
-    (Precision.BF16, 0, False),
-    (Precision.BF16, 0, True),
-    (Precision.BF16, 16, False),
-    (Precision.BF16, 16, True),
+#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing; all combinations but one.
+_VARIANTS: Final = tuple(
+    each for each in product(Precision, (0, 16), (False, True)) if each != (Precision.FP32, 16, True)
 )
 #: Precision and optimizer options of further cases, which train all parameters without checkpointing. On a CPU,
 #: optimizer state on the host counts as well.
@@ -78,14 +71,13 @@ class MemoryCase:
         return f"{self.name}, {kind}, {self.precision}{''.join(further)}, {self.tokens}"
 
 
-def run(quick: bool = False) -> list[dict[str, Any]]:
+def run(quick: bool = False) -> None:
     """Measure every case, print the table and, unless `quick`, write the record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
         results = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
-    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in results])
-    write_record("memory_prediction", {"tolerance": _TOLERANCE, "cases": results}, quick=quick)
-    return results
+    rows, title = [_row(each) for each in results], "trainer's peak memory, predicted / measured (and measured)"
+    report("memory_prediction", rows, {"tolerance": _TOLERANCE, "cases": results}, quick=quick, title=title)
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -99,16 +91,12 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     """Predict and measure the case's peak memory in bytes."""
-    trainer, shape = TorchTrainer(), read_shape(case.path)
-    batch = _ragged(case.tokens, shape.vocab)
-    trainer.init_worker(
-        TrainerSpec(
-            model_path=case.path,
-            device=Device(device.type),
-            precision=case.precision,
-            gradient_checkpointing=case.checkpointing,
-            options={"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {}),
-        )
+    shape = read_shape(case.path)
+    lengths = generator(0, "memory_prediction", case.tokens).integers(64, 448, max(2, case.tokens // 256))
+    batch = random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=shape.vocab)
+    options = {"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {})
+    trainer: Any = trainer_of(
+        case.path, device, case.precision, gradient_checkpointing=case.checkpointing, options=options
     )
     memory = TrainerMemory(
         shape=shape,
@@ -128,21 +116,14 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     trainer.close()
     del trainer
     gc.collect()
-    return {
-        "case": case.label,
-        "predicted": predicted,
-        "measured": peak,
-        "ratio": predicted / peak,
-        "parts": dict(memory.parts),
-    }
+    outcome = {"case": case.label, "predicted": predicted, "measured": peak, "ratio": predicted / peak}
+    return outcome | {"parts": dict(memory.parts)}
 
 
-def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int:
-    objective = resolve("pipelinerl")
-
+def _peak(trainer: Any, batch: MicroBatch, device: torch.device) -> int:
     def step() -> None:
         held = [array for _, array in trainer.gather_weights() if array.numel() == largest]
-        trainer.backward([batch, batch], objective)
+        trainer.backward([batch, batch], OBJECTIVE)
         trainer.optimizer_step(learning_rate=_RATE)
         held.clear()
 
@@ -161,18 +142,13 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
     return standing + int(np.cumsum([each.nbytes() for each in events]).max())
 
 
-def _standing(trainer: TorchTrainer) -> int:
+def _standing(trainer: Any) -> int:
     """Return the bytes that were allocated before a step, which the profiler does not count in that step."""
-    worker: Any = trainer._worker
+    worker = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
-    return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 
 
 def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
@@ -184,18 +160,13 @@ def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
         for precision, optimizer in _STATES:
             yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _VARIANTS[:3]:  # only variants that a CPU measures within minutes
-            yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
+        for variant in _VARIANTS[:3]:  # only variants that a CPU measures within minutes
+            yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, *variant)
 
 
 def _configs() -> Mapping[str, PreTrainedConfig]:
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
     return {
         "llama": LlamaConfig(vocab_size=8192, **sizes),
         "qwen3": Qwen3Config(vocab_size=4096, head_dim=32, tie_word_embeddings=True, **sizes),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
+from benchmarks.measure import Row, paired, report, seconds_of
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 
@@ -93,10 +93,5 @@ def run(quick: bool = False) -> None:
         ratio = timings.ratio("slots", "minimum")
         rows.append(Row(f"slots / PPO's min, {tokens} tokens", ratio, f"<= {TARGET}", ratio.median <= TARGET))
         rows.append(Row(f"slots, {tokens} tokens [ms]", 1e3 * timings.median("slots") / repeats))
-        record[str(tokens)] = {
-            "ratios": {"minimum": ratio.as_dict()},
-            "repeats": repeats,
-            **timings.as_dict(),
-        }
-    print_table("loss of GRPO and its gradient", rows)
-    write_record("objective", {"target": TARGET, "sizes": record}, quick=quick)
+        record[str(tokens)] = {"ratios": {"minimum": ratio.as_dict()}, "repeats": repeats, **timings.as_dict()}
+    report("objective", rows, {"target": TARGET, "sizes": record}, quick=quick, title="loss of GRPO and its gradient")

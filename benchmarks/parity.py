@@ -9,10 +9,9 @@ sample in flight, the engine recomputes the sample's KV cache (`recompute_kv`), 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -21,22 +20,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.gateway import order as prompt_order
+from benchmarks.measure import Row, report
+from benchmarks.served_engine import EngineOrder, engine_options
+from benchmarks.torch_step import random_batch, rl_step, trainer_of
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
+from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.causes import Mismatch, mismatch
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
-from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
-from trainer_contract.types import Device, HeadPrecision, Kernels, MicroBatch, Precision, TrainerSpec, WeightDType
+from pipelinerl.types import Outcome, Rollout, Sampling, Verdict
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import HeadPrecision, Kernels, Precision
 
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
@@ -81,22 +82,21 @@ class Parity:
 
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
     """Sample `prompts` groups with an update in flight, recompute the log-probs with the trainer, and compare."""
-    spec = TrainerSpec(
-        model_path=model, precision=arm.precision, device=Device.CPU, head_precision=arm.head, kernels=arm.kernels
-    )
-    rollouts = _sample_with_update(model, arm, spec, prompts=prompts, seed=seed)
-    batches = _packed(rollouts)
-    ours: dict[int, list[NDArray[np.float32]]] = {}
-    theirs: dict[int, list[NDArray[np.float32]]] = {}
+    rollouts = _sample_with_update(model, arm, prompts=prompts, seed=seed)
+    weighted = [
+        WeightedRollout(rollout=rollout, advantages=np.ones(rollout.num_sampled_tokens), token_weight=1e-3)
+        for rollout in rollouts
+    ]
+    batches = [packed.micro_batch for packed in pack(weighted, token_budget=2048)]
+    pairs: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for version in (0, 1):
-        trainer = _trainer(spec, steps=version)
+        trainer, ours, theirs = _trainer(model, arm, version=version), [], []
         for batch in batches:
-            assert batch.behavior_versions is not None
             tokens = batch.loss_mask & (batch.behavior_versions == version)
-            ours.setdefault(version, []).append(trainer.forward([batch])[0][tokens])
-            theirs.setdefault(version, []).append(batch.behavior_logprobs[tokens])
+            ours.append(trainer.forward([batch])[0][tokens])
+            theirs.append(batch.behavior_logprobs[tokens])
         trainer.close()
-    pairs = {version: (np.concatenate(ours[version]), np.concatenate(theirs[version])) for version in ours}
+        pairs[version] = np.concatenate(ours), np.concatenate(theirs)
     every = [np.concatenate(side) for side in zip(*pairs.values(), strict=True)]
     return Parity(
         all_tokens=mismatch(every[0], every[1]),
@@ -110,36 +110,26 @@ def _is_switched(rollout: Rollout) -> bool:
     return rollout.oldest_version != rollout.newest_version
 
 
-def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
+def _sample_with_update(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rollout]:
     for attempt in range(5):
-        rollouts = asyncio.run(_sample(model, arm, spec, prompts=prompts, seed=seed + attempt))
+        rollouts = asyncio.run(_sample(model, arm, prompts=prompts, seed=seed + attempt))
         if any(map(_is_switched, rollouts)):
             return rollouts
     raise RuntimeError(f"no update reached any of {prompts * GROUP} samples in flight; give more prompts")
 
 
-async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
+async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rollout]:
     """Sample groups with the real engine; when the first group has ended, the engine switches to a second version."""
-    options = EngineOptions(
-        model_path=model,
-        model_id="m",
-        slots=2 * GROUP,
-        max_waiting=4096,
-        context_length=64,
-        dtype=WeightDType(arm.dtype),
-        device=Device.CPU,
-        threads=1,
-        head_precision=arm.head,
-        kernels=arm.kernels,
-    )
+    order = EngineOrder(folder=model, slots=2 * GROUP, context=64, dtype=arm.dtype)
+    options = replace(engine_options(order), head_precision=arm.head, kernels=arm.kernels)
     engine = cast(BatchingEngine, from_options(options))
     await engine.start()
-    trainer = _trainer(spec, steps=1)
+    trainer = _trainer(model, arm, version=1)
     staged = [(tensor.contiguous().view(-1).view(torch.uint8)) for _, tensor in trainer.gather_weights()]
     engine.staging()[:] = torch.cat(staged)
     engine.finish_staging()
     trainer.close()
-    requests = list(itertools.islice(_requests(model, seed), prompts))
+    requests = list(_requests(model, seed, prompts))
     answers = [asyncio.create_task(engine.complete(request)) for request in requests]
     await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
     await engine.commit(version=1, epoch=1, digest="parity", on_update=OnUpdate.RECOMPUTE_KV)
@@ -148,9 +138,9 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
     return [rollout for pair in zip(requests, done, strict=True) for rollout in _rollouts(*pair)]
 
 
-def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
+def _requests(model: Path, seed: int, count: int) -> Iterator[ChatCompletionRequest]:
     vocab = ChatTokenizer.load(model).vocab_size
-    for number in itertools.count():
+    for number in range(count):
         draw = generator(seed, "parity", number)
         yield ChatCompletionRequest(
             prompt_token_ids=draw.integers(5, vocab, int(draw.integers(3, 24))).tolist(),
@@ -162,50 +152,18 @@ def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
         )
 
 
-def _rollouts(request: ChatCompletionRequest, answer: ChatCompletion) -> list[Rollout]:
-    return [
-        Rollout(
-            turns=(
-                Turn(
-                    context_token_ids=np.array(request.prompt_token_ids, np.int32),
-                    token_ids=np.array(choice.token_ids, np.int32),
-                    behavior_logprobs=np.array(choice.token_logprobs, np.float32),
-                    spans=tuple(VersionSpan(*span) for span in choice.version_spans or ()),
-                ),
-            ),
-            verdict=Verdict(outcome=Outcome.CORRECT, reward=1.0),
-            finish_reason="stop",
-            temperature=request.temperature,
-        )
-        for choice in answer.choices
-    ]
+def _rollouts(request: ChatCompletionRequest, completion: ChatCompletion) -> list[Rollout]:
+    sampling = Sampling(num_samples=GROUP, temperature=request.temperature)
+    verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+    answers = [Answer(completion, choice, verdict) for choice in completion.choices]
+    return [made.rollout for made in rollouts_of(replace(prompt_order(0), sampling=sampling), answers)]
 
 
-def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-    weighted = [
-        WeightedRollout(rollout=rollout, advantages=np.ones(rollout.num_sampled_tokens), token_weight=1e-3)
-        for rollout in rollouts
-    ]
-    return [packed.micro_batch for packed in pack(weighted, token_budget=2048)]
-
-
-def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
-    """Return a trainer after `steps` optimizer steps; equal arguments give bit-identical weights."""
-    trainer = TorchTrainer()
-    trainer.init_worker(spec)
-    draw = generator(0, "parity step")
-    for _ in range(steps):
-        turn = Turn(
-            context_token_ids=draw.integers(5, 50, 8).astype(np.int32),
-            token_ids=draw.integers(5, 50, 40).astype(np.int32),
-            behavior_logprobs=np.full(40, -2.0, np.float32),
-            spans=(VersionSpan(0, 40),),
-        )
-        verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
-        (batch,) = _packed([Rollout(turns=(turn,), verdict=verdict, finish_reason="stop", temperature=1.0)])
-        trainer.backward([batch], resolve("grpo"))
-        if trainer.optimizer_step(learning_rate=3e-3).grad_norm == 0:
-            raise RuntimeError("the update changed no weight; the second version would be the first")
+def _trainer(model: Path, arm: Arm, *, version: int) -> Trainer:
+    """Return a trainer after `version` optimizer steps; equal arguments give bit-identical weights."""
+    trainer = trainer_of(model, precision=arm.precision, head_precision=arm.head, kernels=arm.kernels)
+    for _ in range(version):
+        rl_step(trainer, random_batch([48], [8], vocab=50), learning_rate=3e-3)
     return trainer
 
 
@@ -246,6 +204,5 @@ def run(quick: bool = False) -> None:
                 "by_version": {version: asdict(each) for version, each in result.versions.items()},
                 "samples_updated_in_flight": result.switched,
             }
-    print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
     payload = {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP}
-    write_record("parity", payload, quick=quick)
+    report("parity", rows, payload, quick=quick, title="parity of engine and trainer, tiny_speller on the CPU")

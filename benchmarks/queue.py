@@ -13,7 +13,7 @@ import asyncio
 import pickle
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,13 @@ class Load:
 
     def groups(self) -> list[RolloutGroup]:
         """Return random groups, seeded by the load's name; a long response is sampled by up to three model versions."""
-        random = generator(0, "queue benchmark", self.name)
-        return [self._group(random, number) for number in range(self.num_groups)]
-
-    def _group(self, random: np.random.Generator, number: int) -> RolloutGroup:
-        prompt = random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
-        rollouts = tuple(self._rollout(random, prompt) for _ in range(self.group_size))
-        return RolloutGroup(group_id=f"prompt-{number:06d}", index=number, domain="math", actor="a0", rollouts=rollouts)
+        random, groups = generator(0, "queue benchmark", self.name), []
+        for number in range(self.num_groups):
+            prompt = random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
+            rollouts = tuple(self._rollout(random, prompt) for _ in range(self.group_size))
+            name = f"prompt-{number:06d}"
+            groups.append(RolloutGroup(group_id=name, index=number, domain="math", actor="a0", rollouts=rollouts))
+        return groups
 
     def _rollout(self, random: np.random.Generator, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Rollout:
         length = int(random.integers(self.shortest, self.longest + 1))
@@ -108,43 +108,28 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
     # The pickled arm is slow, so only a part of the load is used to measure its rate.
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
-    admin = Redis.from_url(url, protocol=2)
-    loop = asyncio.new_event_loop()
-    streams = loop.run_until_complete(RedisStream.connect(url, namespace="bench"))
+    with asyncio.Runner() as runner, Redis.from_url(url, protocol=2) as admin:
+        streams = runner.run(RedisStream.connect(url, namespace="bench"))
 
-    def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
-        def arm() -> float:
-            admin.flushall()
-            start = time.perf_counter()
-            work()
-            return count / (time.perf_counter() - start)
+        def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
+            def arm() -> float:
+                admin.flushall()
+                start = time.perf_counter()
+                work()
+                return count / (time.perf_counter() - start)
 
-        return arm
+            return arm
 
-    def awaited(work: Callable[[], Awaitable[None]]) -> Callable[[], object]:
-        return lambda: loop.run_until_complete(work())
-
-    arms = {
-        "ours": rate(awaited(lambda: ours(streams, groups)), num_rollouts),
-        "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
-    }
-    try:
-        timings = paired(arms, rounds)
-    finally:
-        loop.run_until_complete(streams.close())
-        loop.close()
-        admin.close()
+        arms = {
+            "ours": rate(lambda: runner.run(ours(streams, groups)), num_rollouts),
+            "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
+        }
+        try:
+            timings = paired(arms, rounds)
+        finally:
+            runner.run(streams.close())
     sampled = sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
     return timings, sum(len(payload) for payload in payloads) / sampled
-
-
-def rows(load: Load, timings: Paired, size: float) -> list[Row]:
-    """Return the table rows of one load."""
-    speed_up = timings.ratio("ours", "pickled")
-    return [
-        Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
-        Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
-    ]
 
 
 def run(quick: bool = False) -> None:
@@ -153,10 +138,12 @@ def run(quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
         for load in LOADS:
             timings, size = measure(load, server.url, rounds=3 if quick else 15)
-            print_table(f"queue, {load.name} groups of {load.group_size}", rows(load, timings, size))
-            payload[load.name] = {
-                "ours_over_pickled": timings.ratio("ours", "pickled").as_dict(),
-                "bytes_per_sampled_token": size,
-                **timings.as_dict(),
-            }
+            speed_up = timings.ratio("ours", "pickled")
+            rows = [
+                Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
+                Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
+            ]
+            print_table(f"queue, {load.name} groups of {load.group_size}", rows)
+            ratios = {"ours_over_pickled": speed_up.as_dict(), "bytes_per_sampled_token": size}
+            payload[load.name] = ratios | timings.as_dict()
     write_record("queue", payload, quick=quick)

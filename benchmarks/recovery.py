@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import Final, final
 
 import psutil
 
-from benchmarks.measure import Paired, Row, paired, print_table, write_record
-from pipelinerl.observability.events import read_events
+from benchmarks.measure import Paired, Row, paired, report
+from benchmarks.processes import PATIENCE_S, LiveRun, live_run
 
 _TARGET: Final = 1.5
-_PATIENCE_S: Final = 300.0
-_LOOK_S: Final = 0.01
-_CLI: Final = (sys.executable, "-m", "pipelinerl.cli")
 _RECIPE: Final = (
     "tiny",
     "run.steps=1000000",
@@ -58,82 +54,10 @@ if directory:
         if file.is_file():
             file.read_bytes()
 """
-T = TypeVar("T")
 
 
-@final
-class Live:
-    """A run in separate processes, all or some of which can be killed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._launcher: subprocess.Popen[bytes] | None = None
-
-    def start(self, arguments: Sequence[str], **environment: str) -> float:
-        """Start the launcher and return the start time in Unix seconds."""
-        began = time.time()
-        with (self.directory.parent / "launcher.log").open("ab") as log:
-            self._launcher = subprocess.Popen(
-                [*_CLI, "run", *arguments], stdout=log, stderr=log, env={**os.environ, **environment}
-            )
-        return began
-
-    def kill(self) -> None:
-        """Kill all processes of the run."""
-        if self._launcher is not None:
-            processes = [psutil.Process(self._launcher.pid), *self._children()]
-            for process in processes:
-                process.kill()
-            psutil.wait_procs(processes, timeout=_PATIENCE_S)
-            self._launcher.wait(_PATIENCE_S)
-            self._launcher = None
-
-    def signal_launcher(self, number: signal.Signals) -> None:
-        """Send the launcher a signal."""
-        assert self._launcher is not None
-        self._launcher.send_signal(number)
-
-    def trainer(self, *, other_than: int = 0) -> psutil.Process:
-        """Wait until a trainer's process exists, other than that with the id `other_than`, and return it."""
-
-        def running() -> psutil.Process | None:
-            for process in self._children():
-                try:
-                    words = process.cmdline()
-                except psutil.Error:
-                    continue
-                if process.pid != other_than and "--name" in words and words[words.index("--name") + 1] == "trainer":
-                    return process
-            return None
-
-        return waited(running, "a trainer")
-
-    def times(self, kind: str) -> list[float]:
-        """Return the times of all recorded events of the kind `kind`, in Unix seconds."""
-        path = self.directory / "events.jsonl"
-        return [event["time"] for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
-
-    def next(self, kind: str, *, after: float) -> float:
-        """Wait for the next event of the kind `kind` after the time `after`, and return its time."""
-        return waited(lambda: next((at for at in self.times(kind) if at > after), None), kind)
-
-    def newest_checkpoint(self) -> Path:
-        """Return the directory of the newest checkpoint."""
-        return max((self.directory / "checkpoints").glob("step-*"))
-
-    def _children(self) -> list[psutil.Process]:
-        assert self._launcher is not None
-        return psutil.Process(self._launcher.pid).children(recursive=True)
-
-
-def waited(look: Callable[[], T | None], what: str) -> T:
-    """Call `look` until it returns a result other than None, and return that result; `what` names it in errors."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while (result := look()) is None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not come within {_PATIENCE_S:g} s")
-        time.sleep(_LOOK_S)
-    return result
+def _newest_checkpoint(live: LiveRun) -> Path:
+    return max((live.directory / "checkpoints").glob("step-*"))
 
 
 def started_at(process: psutil.Process) -> float:
@@ -147,7 +71,7 @@ def started_at(process: psutil.Process) -> float:
 class Bare:
     """The bare arm: processes that only import the modules of a run's processes."""
 
-    def __init__(self, live: Live, folder: Path) -> None:
+    def __init__(self, live: LiveRun, folder: Path) -> None:
         """Read from the logs of `live`, started with PYTHONPROFILEIMPORTTIME, which modules its processes import."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
@@ -187,45 +111,41 @@ class Bare:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.wait(_PATIENCE_S):
+    if process.wait(PATIENCE_S):
         raise RuntimeError(f"a process of the bare arm ended with {process.returncode}")
 
 
 @contextmanager
-def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
-    live = Live(folder / "run")
-    where = [f"run.directory={folder}", "run.name=run"]
-    try:
-        began = live.start([*_RECIPE, *where], PYTHONPROFILEIMPORTTIME="1")
+def _live(folder: Path) -> Iterator[tuple[LiveRun, Bare]]:
+    with live_run(folder / "run") as live:
+        began = live.start([*_RECIPE, f"run.directory={folder}", "run.name=run"], PYTHONPROFILEIMPORTTIME="1")
         live.next("checkpoint", after=began)
         live.kill()
         (folder / "modules").mkdir()
         yield live, Bare(live, folder / "modules")
-    finally:
-        live.kill()
 
 
-def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
+def killed_trainers(live: LiveRun, bare: Bare, *, rounds: int) -> Paired:
     """Measure the recovery of a killed trainer, and the bare arm, once per round."""
     began = live.start(["--resume", str(live.directory)])
     live.next("checkpoint", after=began)
     samples: dict[str, list[float]] = {"bare": [], "recovery": []}
     for _ in range(rounds + 1):
         live.next("checkpoint", after=time.time())
-        trainer = live.trainer()
-        live.signal_launcher(signal.SIGSTOP)
+        launcher, trainer = live.processes()[0], live.waited_for("trainer")
+        launcher.suspend()
         killed = time.time()
         trainer.kill()
         time.sleep(1.0)  # lets the run's other processes finish their current work first
-        samples["bare"].append(bare.trainer(live.newest_checkpoint()))
-        live.signal_launcher(signal.SIGCONT)
-        begins = started_at(live.trainer(other_than=trainer.pid))
+        samples["bare"].append(bare.trainer(_newest_checkpoint(live)))
+        launcher.resume()
+        begins = started_at(live.waited_for("trainer", other_than=trainer.pid))
         samples["recovery"].append(live.next("trainer_ready", after=killed) - begins)
     live.kill()
     return Paired({arm: tuple(values[1:]) for arm, values in samples.items()})
 
 
-def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
+def killed_runs(live: LiveRun, bare: Bare, *, rounds: int) -> Paired:
     """Measure the recovery of a killed run, and the bare arm, once per round."""
 
     def recovery() -> float:
@@ -235,21 +155,21 @@ def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.kill()
         return seconds
 
-    return paired({"bare": lambda: bare.run(live.newest_checkpoint()), "recovery": recovery}, rounds=rounds, warmup=1)
+    return paired({"bare": lambda: bare.run(_newest_checkpoint(live)), "recovery": recovery}, rounds=rounds, warmup=1)
 
 
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
     rounds = 2 if quick else 9
-    measured: dict[str, Paired] = {}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
-        measured["trainer killed"] = killed_trainers(live, bare, rounds=rounds)
-        measured["run killed"] = killed_runs(live, bare, rounds=rounds)
+        measured = {
+            "trainer killed": killed_trainers(live, bare, rounds=rounds),
+            "run killed": killed_runs(live, bare, rounds=rounds),
+        }
     rows, record = [], {}
     for name, timings in measured.items():
         ratio = timings.ratio("recovery", "bare")
         rows.append(Row(f"{name}: recovery / bare", ratio, f"<= {_TARGET:g}", ratio.median <= _TARGET))
         rows.append(Row("    seconds", f"{timings.median('recovery'):.3g} / {timings.median('bare'):.3g}"))
         record[name] = {"recovery_over_bare": ratio.as_dict(), **timings.as_dict()}
-    print_table("recovery", rows)
-    write_record("recovery", record, quick=quick)
+    report("recovery", rows, record, quick=quick)

@@ -1,4 +1,4 @@
-"""Torch engines for benchmarks: `served` starts one in a separate process, `local` in this process.
+"""Engines for benchmarks, and updates of their weights: `served` starts an engine in a process, `local` in this one.
 
 No token ends a sample, so every answer has the length that its request asks for. With a `Load`, a served engine
 generates requests on its own event loop, since a client would take part of a core. GET /notes returns the times at
@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from benchmarks.processes import spawned
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.weights import WeightLayout
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, WeightSource
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOrder:
-    """An engine's settings; its process is pinned to `core`, if given."""
+    """An engine's settings. A served engine's process is pinned to `core` and uses only GPU number `gpu`, if given."""
 
     folder: Path
     slots: int
@@ -43,8 +55,10 @@ class EngineOrder:
     load: Load | None = None
     core: int | None = None
     device: str = "cpu"
+    gpu: int | None = None
     dtype: str = "float32"
-    prefill_tokens: int | None = None
+    prefill_tokens: int = 8192
+    library: str = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,62 +76,89 @@ def served(order: EngineOrder) -> Iterator[ServedEngine]:
         yield ServedEngine(f"http://127.0.0.1:{child.first}", child.pid)
 
 
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """A prompt, the tokens that the engine sampled after it, and their log-probs as f32."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: NDArray[np.float32]
+
+
+def logprobs_of(sampled: Sequence[SampledAnswer]) -> NDArray[np.float32]:
+    """Return the log-probs of all sampled tokens, one answer after another."""
+    return np.concatenate([each.logprobs for each in sampled])
+
+
 @final
+@dataclass(frozen=True, slots=True)
 class LocalEngine:
     """An engine in this process, called from synchronous code."""
 
-    def __init__(self, order: EngineOrder) -> None:
-        self.engine = _engine(order, [])
-        self._runner = asyncio.Runner()
-        self._runner.run(self.engine.start())
+    engine: BatchingEngine
+    runner: asyncio.Runner
 
-    def complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        """Send all requests together, and return their answers."""
-        return self._runner.run(self._complete(requests))
+    def sample(self, prompts: Sequence[list[int]], tokens: int | Sequence[int]) -> list[SampledAnswer]:
+        """Sample one answer per prompt, all together; `tokens` is the answers' length, or a length for each answer."""
+        lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+        requests = [
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
+            for seed, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        choices = [answer.choices[0] for answer in self.runner.run(self._complete(requests))]
+        return [
+            SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
+            for prompt, choice in zip(prompts, choices, strict=True)
+        ]
 
     async def _complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        return list(await asyncio.gather(*(self.engine.complete(each) for each in requests)))
-
-    def close(self) -> None:
-        """Stop the engine and free its memory."""
-        self._runner.run(self.engine.close())
-        self._runner.close()
+        return await asyncio.gather(*map(self.engine.complete, requests))
 
 
 @contextmanager
 def local(order: EngineOrder) -> Iterator[LocalEngine]:
     """Start an engine in this process for the duration of the context."""
-    engine = LocalEngine(order)
-    try:
-        yield engine
-    finally:
-        engine.close()
+    with asyncio.Runner() as runner:
+        engine = _engine(order, [])
+        runner.run(engine.start())
+        try:
+            yield LocalEngine(engine, runner)
+        finally:
+            runner.run(engine.close())
+
+
+async def publish(
+    publisher: Publisher,
+    version: int,
+    layout: WeightLayout,
+    weights: WeightSource,
+    engines: Sequence[str],
+    *,
+    membership: int = 1,
+) -> PublishReport:
+    """Send the weights to `engines` (base URLs) as `version`. Raises RuntimeError if an engine does not serve it."""
+    report = await publisher.publish(
+        Publication(version=version, epoch=1, layout=layout, weights=weights, engines=engines, membership=membership)
+    )
+    if report.failed:
+        raise RuntimeError(f"version {version} was not published: {report.failed}")
+    return report
 
 
 @final
-class _Stopwatch:
-    def __init__(self, runner: Any, ends: list[float]) -> None:
-        self._runner = runner
-        self._ends = ends
+class RunnerWith:
+    """A model runner whose decode step is replaced by `decode`, which takes and returns the same."""
+
+    def __init__(self, runner: Any, decode: Callable[[int], tuple[list[int], list[float]]]) -> None:
+        self._runner, self.decode = runner, decode
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        answer: tuple[list[int], list[float]] = self._runner.decode(num_rows)
-        self._ends.append(time.monotonic())
-        return answer
 
-
-def _engine(order: EngineOrder, ends: list[float]) -> Any:
-    from pipelinerl.engines.batching.batching_engine import BatchingEngine
-    from pipelinerl.engines.options import EngineOptions
-    from pipelinerl.engines.torch.engine import load_runner
-    from pipelinerl.models.tiny_decoder import char_tokenizer
-    from pipelinerl.models.tokenizer import ChatTokenizer
-    from trainer_contract.types import Device, WeightDType
-
-    options = EngineOptions(
+def engine_options(order: EngineOrder) -> EngineOptions:
+    """Return the options of the engine, with room for any number of waiting requests."""
+    return EngineOptions(
         model_path=order.folder,
         model_id="debug",
         max_waiting=65536,
@@ -127,19 +168,34 @@ def _engine(order: EngineOrder, ends: list[float]) -> Any:
         dtype=WeightDType(order.dtype),
         threads=1 if order.device == "cpu" else None,
     )
-    watched: Any = lambda: _Stopwatch(load_runner(options), ends)  # noqa: E731
-    prefill: dict[str, Any] = {} if order.prefill_tokens is None else {"prefill_tokens": order.prefill_tokens}
-    return BatchingEngine(options, load=watched, tokenizer=ChatTokenizer(char_tokenizer(), ()), **prefill)
+
+
+def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
+    library: Any = importlib.import_module(f"pipelinerl.engines.{order.library}.engine")
+    options = engine_options(order)
+
+    def load() -> Any:
+        runner = library.load_runner(options)
+
+        def decode(num_rows: int) -> tuple[list[int], list[float]]:
+            answer: tuple[list[int], list[float]] = runner.decode(num_rows)
+            ends.append(time.monotonic())
+            return answer
+
+        return RunnerWith(runner, decode)
+
+    tokenizer = ChatTokenizer(char_tokenizer(), ())
+    return BatchingEngine(options, load=load, tokenizer=tokenizer, prefill_tokens=order.prefill_tokens)
 
 
 def _serve(order: EngineOrder, port: Connection) -> None:
     if order.core is not None:
         os.sched_setaffinity(0, {order.core})
+    if order.gpu is not None:  # before the first use of CUDA
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[order.gpu] if visible else str(order.gpu)
     import torch
     from transformers.utils import logging as transformers_logging
-
-    from pipelinerl.engines.http.server import create_app
-    from pipelinerl.system.http_service import listen, serve
 
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()

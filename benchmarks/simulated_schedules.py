@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from inference_contract.weights import OnUpdate
-from pipelinerl.simulation.prediction import Prediction
 from pipelinerl.simulation.published import mean_context, published_hardware
 from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
@@ -49,13 +48,6 @@ class Scaled:
     """Mean number of optimizer steps from the sampling of a rollout's oldest token to its training."""
     trainer_computes: float
 
-    def described(self, first: float) -> str:
-        """Return the figures in words, compared with `first` optimizer steps per hour."""
-        return (
-            f"{self.steps_per_hour / first:.2f} ({self.steps_per_hour:.0f} steps/h, {self.engines} generate, "
-            f"lag {self.lag:.1f}, trainer computes {self.trainer_computes:.0%})"
-        )
-
 
 def run(quick: bool = False) -> None:
     """Simulate, print and record."""
@@ -63,39 +55,35 @@ def run(quick: bool = False) -> None:
     first = {
         each.gpus: each.steps_per_hour for each in reversed(scaled) if each.arm == f"conventional G = {GENERATIONS[0]}"
     }
-    rows = [Row(f"{each.gpus} H100s: {each.arm}", each.described(first[each.gpus])) for each in scaled]
-    print_table("simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1", rows)
-    payload: dict[str, Any] = {"arms": [asdict(each) for each in scaled]}
-    write_record("simulated_schedules", payload, quick=quick)
+    rows = []
+    for each in scaled:
+        speed = f"{each.steps_per_hour / first[each.gpus]:.2f} ({each.steps_per_hour:.0f} steps/h"
+        others = f"{each.engines} generate, lag {each.lag:.1f}, trainer computes {each.trainer_computes:.0%})"
+        rows.append(Row(f"{each.gpus} H100s: {each.arm}", f"{speed}, {others}"))
+    title = "simulated schedules, 7B: optimizer steps per hour ÷ those of conventional G = 1"
+    report("simulated_schedules", rows, {"arms": [asdict(each) for each in scaled]}, quick=quick, title=title)
 
 
 def arms(gpus: int, *, steps: int) -> list[Scaled]:
     """Simulate every arm on this number of GPUs."""
-    found = [_scaled(f"conventional G = {g}", gpus, gpus, g, conventional(gpus, g)) for g in GENERATIONS]
+    scaled = []
+    for g in GENERATIONS:
+        on_policy = StalenessBounds(1, 1)
+        scaled.append(_simulated(f"conventional G = {g}", gpus, gpus, on_policy, OnUpdate.DRAIN, batches=g, steps=4))
     for name, bounds in _BOUNDS.items():
-        counts = [round(gpus * share) for share in _SHARES]
-        divided = {each: asynchronous(gpus, each, bounds, steps=steps) for each in counts}
-        engines = max(divided, key=lambda each: divided[each].steps_per_hour)
-        found.append(_scaled(name, gpus, engines, 1, divided[engines]))
-    return found
-
-
-def conventional(gpus: int, generation: int) -> Prediction:
-    """Simulate conventional RL with `generation` optimizer steps per generation."""
-    return _simulated(gpus, gpus, StalenessBounds(1, 1), OnUpdate.DRAIN, batches=generation, steps=4)
-
-
-def asynchronous(gpus: int, engines: int, bounds: StalenessBounds, *, steps: int) -> Prediction:
-    """Simulate `engines` GPUs that generate while the others train."""
-    return _simulated(engines, gpus - engines, bounds, OnUpdate.CONTINUE, batches=1, steps=steps)
+        divided = [
+            _simulated(name, gpus, round(gpus * share), bounds, OnUpdate.CONTINUE, batches=1, steps=steps)
+            for share in _SHARES
+        ]
+        scaled.append(max(divided, key=lambda each: each.steps_per_hour))
+    return scaled
 
 
 def _simulated(
-    engines: int, trainers: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
-) -> Prediction:
-    times = _TABLE.times(
-        engine_devices=1, trainer_devices=trainers, rows=_ROWS, context=mean_context(_LENGTHS, _PROMPT)
-    )
+    arm: str, gpus: int, engines: int, bounds: StalenessBounds, on_update: OnUpdate, *, batches: int, steps: int
+) -> Scaled:
+    """Simulate an arm whose trainer has the GPUs without engines, or all of them if all have engines."""
+    trainers, context = gpus - engines or gpus, mean_context(_LENGTHS, _PROMPT)
     rollouts = _BATCH * batches
     at_work = rollouts // _GROUP if bounds.k == 1 else 2 * engines * _ROWS // _GROUP
     setting = SimulatedSetting(
@@ -112,15 +100,12 @@ def _simulated(
         groups_in_flight=at_work,
         max_groups=at_work + rollouts // _GROUP,
     )
-    return simulate(setting, times)
-
-
-def _scaled(arm: str, gpus: int, engines: int, batches: int, found: Prediction) -> Scaled:
+    predicted = simulate(setting, _TABLE.times(engine_devices=1, trainer_devices=trainers, rows=_ROWS, context=context))
     return Scaled(
         arm=arm,
         gpus=gpus,
         engines=engines,
-        steps_per_hour=batches * found.steps_per_hour,
-        lag=(found.staleness_mean - 1) * batches + (batches + 1) / 2,
-        trainer_computes=found.trainer_computes,
+        steps_per_hour=batches * predicted.steps_per_hour,
+        lag=(predicted.staleness_mean - 1) * batches + (batches + 1) / 2,
+        trainer_computes=predicted.trainer_computes,
     )

@@ -9,9 +9,6 @@ noise, which limits the accuracy of any prediction.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.measure import Row, print_table, write_record
-from pipelinerl.commands.simulation.from_recipe import setting_of
-from pipelinerl.config.recipe import load
-from pipelinerl.observability.events import read_events
-from pipelinerl.observability.run_history import tell
+from benchmarks.measure import Row, report
+from benchmarks.paced import paced_recipe
+from benchmarks.processes import python
+from pipelinerl.commands.simulation.from_recipe import observed
 from pipelinerl.simulation.calibration import TRUSTED, Measured, ObservedRun, calibrate, measure, simulated_like
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import ObservedLengths
 
 _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64
@@ -84,17 +79,11 @@ class Cell:
 
 
 def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
-    """Run `benchmarks.paced` in a process of its own. Raises RuntimeError if the run fails."""
-    command = [sys.executable, "-m", "benchmarks.paced", str(folder), *changes]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    run_dir = folder / "run"
-    config, events = load(run_dir / "recipe.toml"), read_events(run_dir / "events.jsonl")
-    steps = tell(events).steps
-    prompts = sum(step["tokens"] - step["sampled_tokens"] for step in steps) / sum(step["rollouts"] for step in steps)
-    lengths = ObservedLengths(tuple(json.loads((run_dir / "lengths.json").read_text())))
-    return ObservedRun(events=events, setting=setting_of(config, lengths=lengths, prompt_tokens=round(prompts)))
+    """Run the paced recipe in the new folder `folder`, in processes of its own."""
+    folder.mkdir()
+    words = ["-m", "pipelinerl.cli", "run", str(paced_recipe(folder)), f"run.directory={folder}", *changes]
+    python(words, timeout_s=_DEADLINE_S)
+    return observed(folder / "paced")
 
 
 def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
@@ -115,12 +104,12 @@ def run(quick: bool = False) -> None:
     arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
         folders = [Path(folder) / str(place) for place in range(len(arms))]
-        observed = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
-        runs = dict(zip(arms, observed, strict=True))
+        finished = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
+        runs = dict(zip(arms, finished, strict=True))
     cells, hardware = predicted_cells(runs)
-    print_table("simulator: paced runs, measured / simulated", [cell.row for cell in cells])
     paced = {
         "hardware": asdict(hardware),
         "cells": [asdict(cell) | {"predicted": cell.predicted.as_dict()} for cell in cells],
     }
-    write_record("simulator", {"trusted": TRUSTED, "paced": paced}, quick=quick)
+    rows, title = [cell.row for cell in cells], "simulator: paced runs, measured / simulated"
+    report("simulator", rows, {"trusted": TRUSTED, "paced": paced}, quick=quick, title=title)

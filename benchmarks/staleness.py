@@ -19,17 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.arms import (
-    PICTURES,
-    Column,
-    Figures,
-    Job,
-    figures_of,
-    measured,
-    panels,
-    recorded,
-    table,
-)
+from benchmarks.arms import PICTURES, Column, Figures, Job, figures_of, measured, panels, recorded, table
 
 RECIPE: Final = "tiny"
 BOUNDS: Final = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32))

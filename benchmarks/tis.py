@@ -22,20 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from benchmarks.arms import (
-    PICTURES,
-    Column,
-    Figures,
-    FinishedRun,
-    Job,
-    by_arm,
-    measured,
-    panels,
-    recorded,
-    steps_of,
-    table,
-    thinned,
-)
+from benchmarks import arms
+from benchmarks.arms import Column, Figures, FinishedRun, Job, steps_of, thinned
 from pipelinerl.enums import WeightFormat
 
 RECIPE: Final = "tiny"
@@ -96,21 +84,21 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
         for seed in seeds[: 1 if quick else None]
         for arm, changes in list(ARMS.items())[-1 if quick else 0 :]
     ]
-    runs = measured("tis", jobs, figures, quick=quick)
+    runs = arms.measured("tis", jobs, figures, quick=quick)
     print(f"\ntis: the {RECIPE} recipe on quantised rollouts; mean over the seeds [lowest, highest]")
-    print(table(runs, COLUMNS))
+    print(arms.table(runs, COLUMNS))
 
 
-def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "tis.png") -> Path:
+def plot(runs: Sequence[Figures] | None = None, path: Path = arms.PICTURES / "tis.png") -> Path:
     """Draw the accuracy of the served weights, the final accuracy of the trained weights, ESS and mismatch, by arm."""
-    arms = by_arm(recorded("tis") if runs is None else runs)
+    by_arm = arms.by_arm(arms.recorded("tis") if runs is None else runs)
 
     def draw(axes: Sequence[Any]) -> None:
         from matplotlib import colormaps
 
         served, final, ess, mismatch = axes
         colours = ["#1f2430", "#9aa3b2", *colormaps["tab10"].colors]  # type: ignore[attr-defined]  # native ones in grey
-        for number, (name, rows) in enumerate(arms.items()):
+        for number, (name, rows) in enumerate(by_arm.items()):
             for curve, panel in (("accuracy", served), ("ess", ess), ("mismatch", mismatch)):
                 for row in rows:
                     label = name if row is rows[0] else None
@@ -119,10 +107,10 @@ def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "tis.png
             final.plot(accuracies, [number] * len(rows), "o", color=colours[number], alpha=0.8)
         served.set(title="Held-out accuracy of the engine", xlabel="step")
         served.legend(frameon=False, fontsize=8)
-        final.set(title="Held-out accuracy of the trained weights, float32", yticks=range(len(arms)))
-        final.set_yticklabels(list(arms))
+        final.set(title="Held-out accuracy of the trained weights, float32", yticks=range(len(by_arm)))
+        final.set_yticklabels(list(by_arm))
         final.invert_yaxis()
         ess.set(title="Effective sample size, current over behavior", xlabel="step")
         mismatch.set(title="Mean |Δ log p| between sampler and trainer", xlabel="step", yscale="log")
 
-    return panels(path, draw)
+    return arms.panels(path, draw)

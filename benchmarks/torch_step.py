@@ -1,7 +1,8 @@
-"""Packed micro-batches, and an RL step in plain torch: the reference for benchmarks of the torch trainer."""
+"""Packed micro-batches, RL steps through the trainer contract, and the reference for them: a step in plain torch."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.gpu_device import wait
+from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from trainer_contract.types import MicroBatch
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
-_CPU: Final = torch.device("cpu")
+CPU: Final = torch.device("cpu")
+OBJECTIVE: Final = resolve("pipelinerl")
+
+
+def trainer_of(
+    folder: Path,
+    device: torch.device = CPU,
+    precision: Precision = Precision.FP32,
+    *,
+    kind: Callable[[], Trainer] = TorchTrainer,
+    **settings: Any,
+) -> Trainer:
+    """Start a trainer on the model in `folder`; `settings` are further fields of `TrainerSpec`."""
+    trainer = kind()
+    trainer.init_worker(TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, **settings))
+    return trainer
+
+
+def rl_step(trainer: Trainer, batch: MicroBatch, *, learning_rate: float, device: torch.device = CPU) -> float:
+    """Take an RL step through the trainer contract, wait until the device has finished, and return the loss."""
+    (stats,) = trainer.backward([batch], OBJECTIVE)
+    trainer.optimizer_step(learning_rate=learning_rate)
+    wait(device)
+    return stats.loss
+
+
+def losses(trainer: Trainer, batch: MicroBatch, *, learning_rate: float, steps: int = 3) -> NDArray[np.float64]:
+    """Take some RL steps, close the trainer, and return the steps' losses."""
+    taken = [rl_step(trainer, batch, learning_rate=learning_rate) for _ in range(steps)]
+    trainer.close()
+    gc.collect()
+    return np.array(taken)
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
@@ -26,6 +62,17 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options
 
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **options)
     return model.eval().to(device)
+
+
+def generate(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any) -> torch.Tensor:
+    """Return the tokens [n, new] that Hugging Face `generate` samples in one batch, padded on the left with token 0."""
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
+    token_ids = torch.tensor([[0] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)])
+    mask = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
+    with torch.inference_mode():
+        answers = model.generate(input_ids=token_ids, attention_mask=mask, max_new_tokens=max_new_tokens, **settings)
+    return answers[:, width:]
 
 
 def packed(
@@ -88,7 +135,7 @@ def laid_out(
     path: Path,
     batch: MicroBatch,
     *,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
     plan: Callable[[Any, torch.device], Any] | None = SegmentPlan.of,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Rows:
@@ -97,11 +144,8 @@ def laid_out(
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
     rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
     if plan is not None:
-        inputs = {
-            "input_ids": tokens[None],
-            "position_ids": columns[None],
-            "segments": plan(batch.position_ids, device),
-        }
+        segments = plan(batch.position_ids, device)
+        inputs = {"input_ids": tokens[None], "position_ids": columns[None], "segments": segments}
         where = (torch.zeros(len(inside), dtype=torch.long), torch.from_numpy(inside))
     else:
         padded = torch.zeros(batch.num_segments, int(batch.position_ids.max()) + 1, dtype=torch.long)

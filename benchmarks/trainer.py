@@ -8,19 +8,18 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
-from benchmarks.torch_step import Rows, bare_step, laid_out, random_batch
+from benchmarks.measure import Row, paired, report, seconds_of
+from benchmarks.torch_step import Rows, bare_step, laid_out, random_batch, rl_step, trainer_of
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
-from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.trainer import TorchTrainer
-from trainer_contract.types import Device, MicroBatch, TrainerSpec
+from trainer_contract.types import MicroBatch
 
 SHAPE: Final = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=176, vocab=64, max_positions=512)
 PROMPT: Final = 8
@@ -46,16 +45,10 @@ def run(quick: bool = False) -> None:
     short = ragged_batch(generator(0, "short").integers(4, 25, 256), seed=1)
     # The usual distribution of lengths in RL: most completions are short, a few reach the limit.
     long = ragged_batch(np.minimum(generator(0, "long").geometric(1 / 40, 48) + 4, 300), seed=2)
-    trainer, objective = TorchTrainer(), resolve("pipelinerl")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         random_decoder(SHAPE, seed=0).save_pretrained(path)
-        trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
-
-        def step() -> None:
-            trainer.backward([short], objective)
-            trainer.optimizer_step(learning_rate=RATE)
-
+        step = partial(rl_step, trainer_of(path), short, learning_rate=RATE)
         bare = bare_step(laid_out(path, short), learning_rate=RATE)
         overhead = paired({"trainer": seconds_of(step), "bare": seconds_of(bare)}, rounds, warmup=3)
         packed, padded = laid_out(path, long), laid_out(path, long, plan=None)
@@ -70,7 +63,6 @@ def run(quick: bool = False) -> None:
         Row("packed / padded, speed-up", speed_up, "> 1", speed_up.low > 1.0),
         Row("largest difference of gradients, relative", difference, "<= 1e-5", difference <= 1e-5),
     ]
-    print_table("trainer", rows)
     payload = {
         "throughput_against_bare_torch": throughput.as_dict(),
         "packing_speed_up": speed_up.as_dict(),
@@ -78,4 +70,4 @@ def run(quick: bool = False) -> None:
         "tokens": {"step": short.num_tokens, "packing": long.num_tokens},
         "seconds": {"step": overhead.as_dict(), "packing": packing.as_dict()},
     }
-    write_record("trainer", payload, quick=quick)
+    report("trainer", rows, payload, quick=quick)

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from typing import Any, Final
 import tomli_w
 
 from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.processes import python
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
@@ -42,10 +42,9 @@ MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
     "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
 }
-_DEADLINE_S: Final = 3 * 3600.0
 
 #: Points (step, seconds of training so far, held-out accuracy) in the order of steps.
-Curve = list[tuple[int, float, float]]
+Curve = Sequence[tuple[int, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +70,9 @@ class Crossing:
     step: int
     seconds: float
     reached: bool
+
+    def __str__(self) -> str:
+        return f"{self.step} @ {self.seconds:.0f}" + ("" if self.reached else " (not reached)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
-        _call(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], {})
+        python(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], environment=_environment())
         return arm_of(list(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
 
 
@@ -122,8 +124,7 @@ def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
     """Run TRL until its held-out accuracy reaches `until`."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
-    points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
-    return Arm(points, result["ends"], load_average)
+    return Arm(result["points"], result["ends"], load_average)
 
 
 def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str, dict[str, float]]:
@@ -137,26 +138,14 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 
 def _trl(manner: str, **order: Any) -> Any:
-    threads, environment = MANNERS[manner]
-    output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
-    return json.loads(output.splitlines()[-1])
+    threads, settings = MANNERS[manner]
+    words = ["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})]
+    return json.loads(python(words, environment=_environment() | settings).splitlines()[-1])
 
 
-def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run Python with `arguments` on this benchmark's cores and return its output; raise RuntimeError if it fails."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**clean, **environment},
-        text=True,
-        capture_output=True,
-        timeout=_DEADLINE_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(arguments[:4])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
-        )
-    return done.stdout
+def _environment() -> dict[str, str]:
+    """Return this process's environment without settings of threads."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 
 
 def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval, bool]:
@@ -178,7 +167,7 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
         by_seed[seed] = (done["ours"], done["TRL"])
         for name, arm in done.items():
-            crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in task.targets)
+            crossings = ", ".join(f"{target:g}: {arm.crossing(target)}" for target in task.targets)
             print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
         yield _payload(task, dict(sorted(by_seed.items())), manner, tried)
 
@@ -209,16 +198,12 @@ def _rows(
         met = arrived and ratio.median <= task.most_time
         rows.append(Row(f"time to {target:g}, ours / TRL", ratio, f"<= {task.most_time:g} (goal {task.goal:g})", met))
         for name, side in zip(("ours", "TRL"), zip(*pairs, strict=True), strict=True):
-            rows.append(Row(f"    {name}: step @ seconds", ", ".join(_shown(arm.crossing(target)) for arm in side)))
+            rows.append(Row(f"    {name}: step @ seconds", ", ".join(str(arm.crossing(target)) for arm in side)))
     most = task.most_time_per_step
     limit = () if most is None else (f"<= {most:g}", per_step.median <= most)
     rows.append(Row("seconds per step, ours / TRL", per_step, *limit))
     before = " ".join(f"{a.curve[0][2]:.3f}/{b.curve[0][2]:.3f}" for a, b in pairs)
     return [*rows, Row("accuracy before training, ours / TRL", before)]
-
-
-def _shown(crossing: Crossing) -> str:
-    return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
@@ -237,12 +222,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
-
-    def arm(entry: dict[str, Any]) -> Arm:
-        points = [(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]]
-        return Arm(points, entry["ends"], entry["load"])
-
-    pairs = [(arm(mine), arm(other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
+    pairs = [(Arm(**mine), Arm(**other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
     return dict(zip(table["seeds"], pairs, strict=True))
 
 

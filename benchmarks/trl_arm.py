@@ -20,9 +20,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self, final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -30,10 +31,11 @@ from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import held_out_problems, training_problems
-from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 
+#: Returns one reward per answer, None where the verifier reached no judgement.
+Judge = Callable[[Sequence[Problem], Sequence[str]], list[float | None]]
 _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
 
@@ -57,34 +59,24 @@ class ArmResult:
     ends: list[float]
 
 
-@final
-class Judge:
-    """Calls the recipe's verifiers, which are asynchronous, from TRL's trainer, which is not."""
+@contextmanager
+def judge_of(config: RunConfig) -> Iterator[Judge]:
+    """Yield a synchronous function that judges with the recipe's verifiers, which are asynchronous."""
+    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
 
-    def __init__(self, config: RunConfig) -> None:
-        self._verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for verifier in self._verifiers.values():
-            self._runner.run(verifier.close())
-        self._runner.close()
-
-    def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
-        """Return one reward per answer, None where the verifier reached no judgement."""
-        return self._runner.run(self._rewards(problems, texts))
-
-    async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+    async def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+        pairs = zip(problems, texts, strict=True)
         judged = await asyncio.gather(
-            *(
-                self._verifiers[each.domain].judge(each, [SampledAnswer(text)])
-                for each, text in zip(problems, texts, strict=True)
-            )
+            *(verifiers[each.domain].judge(each, [SampledAnswer(text)]) for each, text in pairs)
         )
         return [verdict.reward if verdict.outcome.is_judgement else None for ((verdict, _),) in judged]
+
+    with asyncio.Runner() as runner:
+        try:
+            yield lambda problems, texts: runner.run(judge(problems, texts))
+        finally:
+            for verifier in verifiers.values():
+                runner.run(verifier.close())
 
 
 @final
@@ -112,46 +104,22 @@ class Clock:
         return result
 
 
-@final
-@dataclass(slots=True)
-class HeldOut:
-    """Measures the greedy accuracy on the recipe's held-out problems, in one batch."""
+def held_out_accuracy(config: RunConfig, judge: Judge, tokenizer: ChatTokenizer, model: Any) -> float:
+    """Return the share of the recipe's held-out problems, if judged, that the model solves greedily, in one batch."""
+    from benchmarks.torch_step import generate
 
-    config: RunConfig
-    judge: Judge
-    tokenizer: ChatTokenizer
-    problems: list[Problem] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create the same held-out problems that our own evaluations use."""
-        wanted = self.config.evaluation_sets[0]
-        source = held_out_problems(self.config, wanted)[wanted.name]
-        self.problems = [source.problem(index) for index in range(wanted.problems)]
-
-    def accuracy(self, model: Any) -> float:
-        """Return the share of judged answers that are correct."""
-        import torch
-
-        prompts = [self.tokenizer.encode_chat(problem.messages) for problem in self.problems]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        ends = sorted(self.tokenizer.eos_token_ids)
-        training = model.training
-        model.eval()
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=self.config.evaluation.max_tokens or self.config.sampling.max_tokens,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-            )
-        model.train(training)
-        texts = [self.tokenizer.decode(until_end(row, ends)) for row in out[:, width:].tolist()]
-        judged = [reward for reward in self.judge.rewards(self.problems, texts) if reward is not None]
-        return sum(reward >= 1.0 for reward in judged) / max(1, len(judged))
+    wanted = config.evaluation_sets[0]
+    source = held_out_problems(config, wanted)[wanted.name]
+    problems = [source.problem(index) for index in range(wanted.problems)]
+    prompts = [tokenizer.encode_chat(problem.messages) for problem in problems]
+    ends, longest = sorted(tokenizer.eos_token_ids), config.evaluation.max_tokens or config.sampling.max_tokens
+    training = model.training
+    model.eval()
+    answers = generate(model, prompts, longest, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
+    model.train(training)
+    texts = [tokenizer.decode(until_end(row, ends)) for row in answers.tolist()]
+    rewards = [reward for reward in judge(problems, texts) if reward is not None]
+    return sum(reward >= 1.0 for reward in rewards) / max(1, len(rewards))
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
@@ -211,58 +179,52 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 def train(order: ArmOrder) -> ArmResult:
     """Run TRL's trainer on the order's recipe, and return its learning curve and step times."""
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     torch.set_num_threads(order.threads)
     config = load(order.recipe, [f"run.seed={order.seed}", f"run.steps={order.steps}"])
-    with Judge(config) as judge, tempfile.TemporaryDirectory() as folder:
-        return _trained(order, config, judge, folder)
-
-
-def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> ArmResult:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-
     trl: Any = importlib.import_module("trl")
-    path, clock = config.model.resolved, Clock()
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    held_out = HeldOut(config, judge, ChatTokenizer.load(path))
-    source = training_problems(config)
-    problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
-    points, ends = list[tuple[int, float, float]](), list[float]()
+    with judge_of(config) as judge, tempfile.TemporaryDirectory() as folder:
+        path, clock = config.model.resolved, Clock()
+        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        tokenizer = ChatTokenizer.load(path)
+        source = training_problems(config)
+        problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
+        points, ends = list[tuple[int, float, float]](), list[float]()
 
-    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
-        return judge.rewards([problems[at] for at in index], [turns[0]["content"] for turns in completions])
+        def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
+            return judge([problems[at] for at in index], [turns[0]["content"] for turns in completions])
 
-    def evaluate(step: int) -> float:
-        seconds = clock.seconds() if step else 0.0
-        points.append((step, seconds, clock.without(lambda: held_out.accuracy(model))))
-        return points[-1][2]
+        def evaluate(step: int) -> float:
+            seconds = clock.seconds() if step else 0.0
+            points.append((step, seconds, clock.without(lambda: held_out_accuracy(config, judge, tokenizer, model))))
+            return points[-1][2]
 
-    def begin(*_: Any, **__: Any) -> None:
-        if order.evaluate:
-            evaluate(0)
-        clock.start()
+        def begin(*_: Any, **__: Any) -> None:
+            if order.evaluate:
+                evaluate(0)
+            clock.start()
 
-    def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
-        ends.append(clock.seconds())
-        due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
-        if due and evaluate(state.global_step) >= order.until:
-            control.should_training_stop = True
+        def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
+            ends.append(clock.seconds())
+            due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
+            if due and evaluate(state.global_step) >= order.until:
+                control.should_training_stop = True
 
-    follower: Any = TrainerCallback()
-    follower.on_train_begin, follower.on_step_end = begin, end_of_step
-    trainer = trl.GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
-        train_dataset=_dataset(problems),
-        processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
-        callbacks=[follower],
-        optimizers=_optimizers(model, config),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return ArmResult(points, ends)
+        follower: Any = TrainerCallback()
+        follower.on_train_begin, follower.on_step_end = begin, end_of_step
+        trainer = trl.GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+            train_dataset=_dataset(problems),
+            processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
+            callbacks=[follower],
+            optimizers=_optimizers(model, config),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return ArmResult(points, ends)
 
 
 def _dataset(problems: Sequence[Problem]) -> Any:
@@ -274,13 +236,9 @@ def _dataset(problems: Sequence[Problem]) -> Any:
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
     import torch
 
-    given = config.optimizer
-    schedule = LearningRateSchedule(
-        warmup_steps=given.warmup_steps,
-        steps=config.run.steps,
-        shape=given.schedule,
-        final_fraction=given.final_fraction,
-    )
+    from pipelinerl.roles.trainer_role import loop_settings
+
+    given, schedule = config.optimizer, loop_settings(config).schedule
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=given.learning_rate,

@@ -7,13 +7,15 @@ install 'pipelinerl[smollm2]'` first; the example's own script fetches the model
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+
+from benchmarks.arms import PICTURES, panels
 from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.processes import python
 from benchmarks.trl import Arm, Task, on_two_cores, recorded
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "smollm2"
@@ -26,16 +28,14 @@ SMOLLM2: Final = Task(
     probe_steps=1,
     probe_tries=1,  # one try, since a step takes most of a minute
 )
-PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "smollm2.png"
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25
-_FETCH_S: Final = 1800.0
 
 
 def fetch_model() -> None:
     """Download the model if it is missing."""
-    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
+    python([str(EXAMPLE / "fetch_model.py")])
 
 
 def gain(arm: Arm) -> float:
@@ -56,26 +56,20 @@ def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
         write_record("trl_smollm2", {"gains": gains, **payload}, quick=quick)
 
 
-def plot(record: Path = RESULTS / "trl_smollm2.json", picture: Path = PICTURE) -> None:
+def plot(record: Path = RESULTS / "trl_smollm2.json", picture: Path = PICTURES / "smollm2.png") -> None:
     """Draw held-out accuracy over seconds for pipelinerl and for TRL, a line per seed."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
     arms = json.loads(record.read_text())
-    figure, axes = plt.subplots(figsize=(8.0, 3.2), dpi=130, layout="constrained")
-    for name, label, colour in (("ours", "pipelinerl", "#2a78d6"), ("trl", "TRL's GRPOTrainer", "#e0662f")):
-        for number, arm in enumerate(arms[name]):
-            _, seconds, accuracy = zip(*arm["curve"], strict=True)
-            axes.plot(seconds, [100 * each for each in accuracy], color=colour, marker="o", markersize=4,
-                      linewidth=1.6, label=None if number else label)  # fmt: skip
-    axes.set(xlabel="seconds of training, two CPU cores", ylabel="held out, % right", ylim=(40, 102), xlim=(0, None))
-    axes.set_title(
-        "SmolLM2-135M learns to turn sentences into JSON, three seeds", loc="left", fontsize=10, weight="bold"
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e7ec")
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(picture, metadata={"Software": None})
-    plt.close(figure)
+
+    def draw(axes: Sequence[Any]) -> None:
+        (panel,) = axes
+        for name, label, colour in (("ours", "pipelinerl", "#2a78d6"), ("trl", "TRL's GRPOTrainer", "#e0662f")):
+            for number, arm in enumerate(arms[name]):
+                _, seconds, accuracy = np.transpose(arm["curve"])
+                panel.plot(seconds, 100 * accuracy, "o-", color=colour, label=None if number else label)
+        panel.set(
+            xlabel="seconds of training, two CPU cores", ylabel="held out, % right", ylim=(40, 102), xlim=(0, None)
+        )
+        panel.set_title("SmolLM2-135M learns to turn sentences into JSON, three seeds")
+        panel.legend(frameon=False, loc="lower right")
+
+    panels(picture, draw, lines=1, columns=1, width=8.0)

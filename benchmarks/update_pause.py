@@ -16,42 +16,37 @@ adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; ext
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
-from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
-from benchmarks.served_engine import EngineOrder, served
+from benchmarks.gpu_device import copy_seconds
+from benchmarks.measure import Row, bootstrap_median, report
+from benchmarks.processes import spawned
+from benchmarks.served_engine import EngineOrder, publish, served
 from inference_contract.schemas import ChatCompletionRequest
-from inference_contract.weights import WeightLayout
+from inference_contract.weights import Backend, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.publisher import Publication
+from pipelinerl.weights.publisher import WeightSource
 
 SLOTS: Final = 4
 CONTEXT: Final = 2048
-_NAMES: Final = ("longest", "control", "step", "memcpy", "pause", "total")
 
-
-#: Measurements of each update in seconds, by name of the measurement.
-Samples = dict[str, list[float]]
-
-
-def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Interval:
-    subtracted = samples[minus] if minus else [0.0] * len(samples[above])
-    rows = zip(samples[above], subtracted, samples[below], strict=True)
-    return bootstrap_median([(a - m) / b for a, m, b in rows])
+#: Measurements of an update in seconds, by name of the measurement.
+Update = dict[str, float]
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
@@ -59,51 +54,74 @@ def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
-def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
+def _trainer(url: str, rounds: int, pipe: Connection) -> None:
+    os.nice(10)
     torch.set_num_threads(1)
-    return asyncio.run(_measure(url, rounds))
+    pipe.send(asyncio.run(_measure(url, rounds)))
 
 
-async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
-    async with EngineClient(state_timeout_s=60.0) as client, http_client.async_session(url) as plain:
-        layout = (await client.models(url)).data[0].layout
-        publisher = BroadcastPublisher(client)
-        source = _parameters(layout)
-        samples: Samples = {name: [] for name in _NAMES}
-        spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first round, a warm-up, is discarded
-            memcpy = _copy_seconds(spare)
-            requests = asyncio.create_task(_keep_busy(client, url))
-            await _steps(client, url, 8)
-            began = time.monotonic()
-            publication = Publication(
-                version=number + 2, epoch=1, layout=layout, weights=lambda: iter(source), engines=[url], membership=1
-            )
-            report = await publisher.publish(publication)
-            ended = time.monotonic()
-            await asyncio.sleep(ended - began + 0.1)
+async def _measure(url: str, rounds: int) -> tuple[list[Update], int]:
+    updates = []
+    async with update_meter(url) as meter:
+        layout = meter.layout
+        source = [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
+        for _ in range(rounds + 1):
+            memcpy = copy_seconds(layout.num_bytes, torch.device("cpu"))
+            requests = asyncio.create_task(_keep_busy(meter.client, url))
+            await meter.decoded(8)
+            updates.append({**await meter.update(lambda: iter(source)), "memcpy": memcpy})
             requests.cancel()
             await asyncio.gather(requests, return_exceptions=True)
-            notes = (await plain.get("/notes", timeout=60.0)).json()
-            if number < 0:
-                continue
-            during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
-            row = (max(during), max(after), float(np.median(after)), memcpy)
-            for name, seconds in zip(_NAMES, (*row, report.pauses_s[url], report.total_s), strict=True):
-                samples[name].append(seconds)
+    return updates[1:], layout.num_bytes  # the first round is a warm-up
+
+
+@final
+@dataclass(slots=True)
+class UpdateMeter:
+    """Publishes versions to an engine of `served_engine` while it decodes, and measures each update."""
+
+    url: str
+    client: EngineClient
+    publisher: BroadcastPublisher
+    layout: WeightLayout
+    version: int = 0
+
+    async def decoded(self, count: int, *, timeout_s: float = 60.0) -> None:
+        """Return once the engine has taken `count` more decode steps."""
+        first = (await self.client.metrics(self.url))["decode_steps_total"]
+        async with asyncio.timeout(timeout_s):
+            while (await self.client.metrics(self.url))["decode_steps_total"] < first + count:
+                await asyncio.sleep(0.01)
+
+    async def update(self, weights: WeightSource) -> Update:
+        """Publish the next version; return the seconds of `longest`, `control`, `step`, the engine's pause and all."""
+        self.version += 1
+        began = time.monotonic()
+        report = await publish(self.publisher, self.version, self.layout, weights, [self.url])
+        ended = time.monotonic()
+        await asyncio.sleep(ended - began + 0.1)
+        async with http_client.async_session(self.url, timeout_s=60.0) as session:
+            notes = (await session.get("/notes")).json()
+        card = (await self.client.models(self.url)).data[0]
+        if (card.model_version, card.digest) != (self.version, report.digest):
+            raise RuntimeError(f"expected version {self.version} with its digest to serve, got {card.model_version}")
+        during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
+        return {
+            "longest": max(during),
+            "control": max(after),
+            "step": float(np.median(after)),
+            "pause": report.pauses_s[self.url],
+            "total": report.total_s,
+        }
+
+
+@asynccontextmanager
+async def update_meter(url: str, *, backend: Backend = Backend.GLOO) -> AsyncIterator[UpdateMeter]:
+    """Yield a meter of the engine at `url`, whose weights travel over `backend`."""
+    async with EngineClient(state_timeout_s=60.0) as client:
+        publisher = BroadcastPublisher(client, backend=backend)
+        yield UpdateMeter(url, client, publisher, (await client.models(url)).data[0].layout)
         await publisher.close()
-    return samples, layout.num_bytes
-
-
-def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
-    return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
-
-
-async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float = 60.0) -> None:
-    first = (await client.metrics(url))["decode_steps_total"]
-    async with asyncio.timeout(timeout_s):
-        while (await client.metrics(url))["decode_steps_total"] < first + count:
-            await asyncio.sleep(0.01)
 
 
 async def _keep_busy(client: EngineClient, url: str) -> None:
@@ -112,26 +130,13 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
         await client.chat(url, request)
 
 
-def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    origin = np.zeros_like(target)
-    origin[::4096] = 1
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        np.copyto(target, origin)
-        took.append(time.perf_counter() - began)
-    return min(took)
-
-
-def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
-    spawn = multiprocessing.get_context("spawn")
+def _size(size: DebugSize, rounds: int) -> tuple[list[Update], int]:
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)
-        with (
-            served(EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)) as engine,
-            ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart,
-        ):
-            return apart.submit(_trainer, engine.url, rounds).result(timeout=600)
+        order = EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)
+        with served(order) as engine, spawned(_trainer, engine.url, rounds, timeout_s=600.0) as trainer:
+            updates, num_bytes = trainer.first
+            return updates, num_bytes
 
 
 def run(quick: bool = False) -> None:
@@ -140,11 +145,12 @@ def run(quick: bool = False) -> None:
     payload: dict[str, Any] = {}
     rows: list[Row] = []
     for size in sizes:
-        samples, num_bytes = _size(size, rounds=3 if quick else 9)
-        in_steps, extra = _ratio(samples, "longest", "control", "step"), _ratio(samples, "longest", "step", "memcpy")
-        pause = _ratio(samples, "pause", None, "memcpy")
+        updates, num_bytes = _size(size, rounds=3 if quick else 9)
+        seconds = {key: np.array([each[key] for each in updates]) for key in updates[0]}
+        in_steps = bootstrap_median((seconds["longest"] - seconds["control"]) / seconds["step"])
+        extra = bootstrap_median((seconds["longest"] - seconds["step"]) / seconds["memcpy"])
+        pause = bootstrap_median(seconds["pause"] / seconds["memcpy"])
         name, middle, large = f"{num_bytes / 1e6:.1f} MB", size is DebugSize.MB_24, size is DebugSize.MB_310
-        median = {key: float(np.median(values)) * 1e3 for key, values in samples.items()}
         rows += [
             Row(f"{name}: (longest - control) / step", in_steps, *(("<= 1", in_steps.median <= 1) if middle else ())),
             Row(f"{name}: extra / memcpy", extra, *(("<= 0.1", extra.median <= 0.1) if large else ())),
@@ -155,8 +161,7 @@ def run(quick: bool = False) -> None:
             "longest_minus_control_in_steps": in_steps.as_dict(),
             "extra_over_memcpy": extra.as_dict(),
             "pause_over_memcpy": pause.as_dict(),
-            "median_ms": median,
-            "samples_s": samples,
+            "median_ms": {key: float(np.median(values)) * 1e3 for key, values in seconds.items()},
+            "samples_s": {key: values.tolist() for key, values in seconds.items()},
         }
-    print_table("update_pause: how long tokens stop for new weights", rows)
-    write_record("update_pause", payload, quick=quick)
+    report("update_pause", rows, payload, quick=quick, title="update_pause: how long tokens stop for new weights")

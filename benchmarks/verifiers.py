@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.rng import generator
 from pipelinerl.roles.verification import open_verifier
@@ -65,8 +65,11 @@ def hostile_texts(count: int) -> list[str]:
 
 def run(quick: bool = False) -> None:
     """Run the benchmark, print its table and, unless `quick`, write its record."""
-    texts = hostile_texts(100 if quick else 1000)
-    alone, with_them = both(texts, groups=30 if quick else 200, parts=1 if quick else 4)
+    texts, parts = hostile_texts(100 if quick else 1000), 1 if quick else 4
+    alone, with_them, groups = Latencies(), Latencies(), 30 if quick else 50
+    for part in range(parts):  # alternating, so that other load affects both alike
+        asyncio.run(judge_with([], alone, groups=groups))
+        asyncio.run(judge_with(texts[part::parts], with_them, groups=groups))
     p95 = with_them.p95_s / alone.p95_s
     late = max(with_them.hostile_s, default=0.0)
     rows = [
@@ -78,13 +81,12 @@ def run(quick: bool = False) -> None:
         Row("… with hostile ones (s)", with_them.p95_s),
         Row("… with hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
     ]  # fmt: skip
-    print_table("verifiers", rows)
     payload = {
         "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
         "slowest_hostile_s": late,
         "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
     }
-    write_record("verifiers", payload, quick=quick)
+    report("verifiers", rows, payload, quick=quick)
 
 
 def expressions(count: int) -> list[tuple[str, str]]:
@@ -117,8 +119,8 @@ def _problem(truth: str, number: int) -> Problem:
 class Latencies:
     """Latencies of ordinary and hostile groups, and the outcomes of the hostile answers."""
 
-    ordinary_s: tuple[float, ...] = ()
-    hostile_s: tuple[float, ...] = ()
+    ordinary_s: list[float] = field(default_factory=list)
+    hostile_s: list[float] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
 
     @property
@@ -126,29 +128,11 @@ class Latencies:
         """The latency that one ordinary group in twenty exceeds."""
         return float(np.quantile(self.ordinary_s, 0.95))
 
-    def with_(self, other: Latencies) -> Latencies:
-        """Return the latencies and outcomes of `self` and `other` together."""
-        return Latencies(
-            self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
-        )
 
-
-def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
-    """Measure latencies without and with hostile answers, alternating, so that other load affects both alike."""
-    alone, with_them = Latencies(), Latencies()
-    for part in range(parts):
-        alone = alone.with_(asyncio.run(judged_with([], groups=groups // parts)))
-        with_them = with_them.with_(asyncio.run(judged_with(texts[part::parts], groups=groups // parts)))
-    return alone, with_them
-
-
-async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
-    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; return the latencies."""
+async def judge_with(hostile: Sequence[str], latencies: Latencies, *, groups: int) -> None:
+    """Judge at least `groups` ordinary groups, and more until all hostile groups are judged; add to `latencies`."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
     ordinary = expressions(_MOST_TURNS * groups * GROUP)  # distinct pairs, since sympy caches comparisons
-    latencies: list[float] = []
-    seconds: list[float] = []
-    outcomes: Counter[Outcome] = Counter()
     waiting = [hostile[begin : begin + GROUP] for begin in range(0, len(hostile), GROUP)][::-1]
     begun = itertools.count()
     hostile_left = len(waiting)
@@ -159,7 +143,7 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
             pairs = ordinary[first : first + GROUP]
             began = time.monotonic()
             await _all_judged(verifier, pairs)
-            latencies.append(time.monotonic() - began)
+            latencies.ordinary_s.append(time.monotonic() - began)
             await asyncio.sleep(0.05)
 
     async def judge_hostile() -> None:
@@ -167,8 +151,8 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
         while waiting:
             texts, problem = waiting.pop(), _problem("x+1", -len(waiting))
             for verdict, took in await verifier.judge(problem, [SampledAnswer(text) for text in texts]):
-                outcomes[verdict.outcome] += 1
-                seconds.append(took)
+                latencies.outcomes[verdict.outcome] += 1
+                latencies.hostile_s.append(took)
             hostile_left -= 1
 
     try:
@@ -176,4 +160,3 @@ async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
         await asyncio.gather(*(judge() for judge in (judge_ordinary, judge_hostile) for _ in range(_AT_ONCE)))
     finally:
         await verifier.close()
-    return Latencies(tuple(latencies), tuple(seconds), outcomes)

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.measure import Row, print_table, write_record
+from benchmarks.measure import Row, report
 from pipelinerl.config import recipe as recipes
 from pipelinerl.observability.events import EventLog
 from pipelinerl.rng import generator
@@ -60,8 +60,8 @@ def run(quick: bool = False) -> None:
         Row("charts, zoomed [frames/s]", charts, f">= {_TARGET_FPS}", charts >= _TARGET_FPS),
         Row("timeline, zoomed [frames/s]", timeline, f">= {_TARGET_FPS}", timeline >= _TARGET_FPS),
     ]
-    print_table(f"the page of {steps:,} steps in a browser", rows)
-    write_record("watch_browser", {"steps": steps, "target_fps": _TARGET_FPS, **figures}, quick=quick)
+    record = {"steps": steps, "target_fps": _TARGET_FPS, **figures}
+    report("watch_browser", rows, record, quick=quick, title=f"the page of {steps:,} steps in a browser")
 
 
 @contextmanager
@@ -124,8 +124,5 @@ def _measured(link: str) -> dict[str, float]:
         page.wait_for_selector("main canvas[role=img]")
         timeline = page.evaluate(_ZOOMING, ["main canvas[role=img]", _FRAMES, False])
         browser.close()
-    return {"opened_s": opened_s, "charts_fps": _rate(charts), "timeline_fps": _rate(timeline)}
-
-
-def _rate(frames_ms: list[float]) -> float:
-    return 1e3 / float(np.mean(frames_ms))
+    charts_fps, timeline_fps = (1e3 / float(np.mean(frames_ms)) for frames_ms in (charts, timeline))
+    return {"opened_s": opened_s, "charts_fps": charts_fps, "timeline_fps": timeline_fps}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_attention, gpu_check
+from benchmarks import gpu_check
 from benchmarks.gpu_device import QUICK, save_model
-from benchmarks.gpu_trainer import random_batch, step_flops
+from benchmarks.gpu_trainer import check_attention, layers as attention_layers, random_batch, step_flops
 from benchmarks.measure import Row
 from pipelinerl.models.tiny_decoder import DecoderShape
 from tests.fakes.varlen_kernel import varlen_attention
@@ -83,17 +83,17 @@ def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(fo
 def test_gpu_check_finds_equal_results_of_the_varlen_kernel_and_padded_attention_buckets() -> None:
     """The kernel is a verified fake in fp32, because the real check needs CUDA."""
     scale = replace(SMALL, segment=24)
-    layers = {each.name: each for each in gpu_attention.layers(varlen_attention, scale, CPU, torch.float32)}
+    layers = {each.name: each for each in attention_layers(varlen_attention, scale, CPU, torch.float32)}
     for layer in layers.values():
         apart = layer.apart()
         assert 0 < apart["varlen"] < 1e-5 and apart["buckets"] == 0.0
     assert len(layers["shared"].drawn[0]) < 0.7 * layers["shared"].tokens
-    assert gpu_attention.check_attention(Path(), scale, CPU)[1] == {"checked": False}
+    assert check_attention(Path(), scale, CPU)[1] == {"checked": False}
 
 
 @pytest.mark.slow
 def test_gpu_check_measures_the_speed_of_the_attention_kernels() -> None:
-    for layer in gpu_attention.layers(varlen_attention, SMALL, CPU, torch.float32):
+    for layer in attention_layers(varlen_attention, SMALL, CPU, torch.float32):
         assert layer.timed(2).ratio("buckets", "varlen").median > 0
 
 

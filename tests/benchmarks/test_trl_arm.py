@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from benchmarks.trl import TINY, Arm
-from benchmarks.trl_arm import Clock, HeldOut, Judge, grpo_arguments, until_end
+from benchmarks.trl_arm import Clock, grpo_arguments, held_out_accuracy, judge_of, until_end
 from benchmarks.trl_smollm2 import SMOLLM2, gain
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.models.checkpoint import load_model
@@ -24,8 +24,8 @@ from tests.patience import PATIENCE_S
 def test_rewards_in_trl_benchmark_runs_come_from_the_verifiers_of_the_recipe() -> None:
     config = load(TINY.recipe)
     problem = training_problems(config).problem(3)
-    with Judge(config) as judge:
-        assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
+    with judge_of(config) as judge:
+        assert judge([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
 def test_trl_arguments_are_derived_from_the_recipe() -> None:
@@ -67,8 +67,8 @@ def test_answers_in_trl_benchmark_runs_end_at_the_first_end_token() -> None:
 def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn() -> None:
     config = load(TINY.recipe, ["evaluation.problems=128"])
     path = config.model.resolved
-    with Judge(config) as judge:
-        accuracy = HeldOut(config, judge, ChatTokenizer.load(path)).accuracy(load_model(path))
+    with judge_of(config) as judge:
+        accuracy = held_out_accuracy(config, judge, ChatTokenizer.load(path), load_model(path))
     assert 0.2 < accuracy < 0.6
 
 
@@ -99,8 +99,8 @@ def test_smollm2_recipe_can_be_translated_to_trl_arguments() -> None:
     problem = training_problems(config).problem(0)
     assert [turn.role for turn in problem.messages] == ["system", "user", "assistant", "user"]
     wrong = problem.ground_truth.replace("who", "whom")
-    with Judge(config) as judge:
-        assert judge.rewards([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
+    with judge_of(config) as judge:
+        assert judge([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
 
 
 def test_accuracy_gain_is_measured_over_the_first_half_hour_only() -> None:

@@ -139,6 +139,7 @@ def launched(
     *,
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    working_directory: Path | None = None,
 ) -> Iterator[LiveRun]:
     """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is put before the command."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +153,7 @@ def launched(
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            cwd=working_directory,
             start_new_session=True,
         )
     run = LiveRun(launcher, directory, output)

@@ -59,7 +59,7 @@ def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
     )
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
 def test_lockstep_run_trains_the_same_orders_at_each_step_despite_trainer_deaths(part: int) -> None:
     """Orders of lost steps are still being sampled while the new trainer repeats the steps."""
     for seed in range(part * 50, part * 50 + 50):

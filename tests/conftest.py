@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 import httpx
 import hypothesis
 import pytest
+import typer.testing
 from httpx._transports import default as httpx_transports
 
 from pipelinerl.system.machine import address_towards
@@ -43,6 +44,9 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if which("nvidia-smi") else "1")
 
 # httpx reads all trusted certificates for each client, which takes 36 ms. Here all clients share them.
 httpx_transports.create_ssl_context = cache(httpx.create_ssl_context)
+
+# typer builds all commands for each invocation, which takes 40 ms. Here it builds them once.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 # A shell's background job ignores Ctrl-C, and so do its child processes; but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,8 @@ VLLM   ?= .venv-vllm
 RECIPE ?= tiny
 # Test processes; the tests of a file share one. More than the cores, since many tests wait for processes to start.
 WORKERS ?= 4
+# The same for the tests of vLLM. Beside the suite one process suffices: a second would import vLLM and torch again.
+VLLM_WORKERS ?= 2
 # vLLM's build: cuda where there is an NVIDIA driver, else cpu.
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # `make test` includes vLLM's short tests where vLLM has a CPU build; `make test WITH_VLLM=` leaves them out.
@@ -44,7 +46,7 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-fast \
-	  $(if $(ARGS),,$(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)"))
+	  $(if $(ARGS),,$(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)" VLLM_WORKERS=0))
 
 # A test that fails on a busy machine runs once more, alone.
 test-fast: $(VENV)/.installed-dev
@@ -70,7 +72,7 @@ vllm: $(VLLM)/.installed ## create .venv-vllm with vLLM: for CUDA where there is
 
 # Collect only the files with vLLM tests: importing the others takes longer than many tests.
 test-vllm: $(VLLM)/.installed ## the vLLM engine and adapters in full, in .venv-vllm
-	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -p no:cacheprovider $(PARALLEL) -n 2 -m "$(or $(MARK),vllm and not chaos)" \
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -p no:cacheprovider $(PARALLEL) -n $(VLLM_WORKERS) -m "$(or $(MARK),vllm and not chaos)" \
 	  $$(grep -rl --include='test_*.py' 'mark\.vllm' tests) $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## every fault with many seeds, and live runs whose processes are killed; takes an hour

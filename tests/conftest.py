@@ -6,12 +6,15 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from shutil import rmtree, which
 from tempfile import mkdtemp
 
+import httpx
 import hypothesis
 import pytest
+import typer.testing
+from httpx._transports import default as httpx_transports
 
 from pipelinerl.system.machine import address_towards
 from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
@@ -38,6 +41,12 @@ _JAX_CACHE = {
 
 # Without a GPU, triton interprets its kernels. Triton reads this variable when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if which("nvidia-smi") else "1")
+
+# httpx reads all trusted certificates for each client, which takes 36 ms. Here all clients share them.
+httpx_transports.create_ssl_context = cache(httpx.create_ssl_context)
+
+# typer builds all commands for each invocation, which takes 40 ms. Here it builds them once.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 # A background job of a shell ignores Ctrl-C (SIGINT), and so do its child processes; but some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

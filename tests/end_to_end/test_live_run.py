@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -25,6 +26,7 @@ from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed, told
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
+from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
 from tests.observability.trackers.event_files import series
 from tests.patience import PATIENCE_S, SOON_S
@@ -56,12 +58,27 @@ def tracked_to(run: LiveRun) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> LiveRun:
-    """Return a lockstep run of the shipped model that ended normally."""
-    return undisturbed_run()
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory in which a wheel of the project is installed."""
+    return install(tmp_path_factory.mktemp("wheel"))
 
 
-def test_completed_run_leaves_events_reports_and_a_loadable_checkpoint(undisturbed: LiveRun) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """Return a lockstep run of the shipped model that ended normally; the wheel made it, outside the checkout."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    directory, environment = elsewhere / "run", {"PYTHONPATH": str(wheel)}
+    words = [sys.executable, "-c", "import launch, pipelinerl; print(launch.__file__, pipelinerl.__file__)"]
+    imported = subprocess.check_output(words, text=True, cwd=elsewhere, env={**os.environ, **environment}).split()
+    assert len(imported) == 2 and all(Path(file).is_relative_to(wheel) for file in imported)
+    arguments = new_run(directory, *LOCKSTEP)
+    with launched(arguments, directory, environment=environment, working_directory=elsewhere) as run:
+        assert run.end() == 0, run.story()
+        assert run.is_gone()
+    return run
+
+
+def test_installed_wheel_trains_and_leaves_events_reports_and_a_loadable_checkpoint(undisturbed: LiveRun) -> None:
     run = undisturbed
     assert_settled(run, steps=STEPS)
     assert {event["staleness_max"] for event in run.events("step")} == {1.0}

@@ -21,7 +21,7 @@ import psutil
 from typer.testing import CliRunner
 
 from pipelinerl import cli
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event, EventFollower
 from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
@@ -49,7 +49,8 @@ class LiveRun:
         self.directory = directory
         self._output = output
         self.seen: dict[int, psutil.Process] = {}
-        self._read: tuple[int, list[Event]] = 0, []
+        self._follower = EventFollower(directory / "events.jsonl")
+        self._events: list[Event] = []
         self._noted_at = 0.0
 
     @property
@@ -57,11 +58,8 @@ class LiveRun:
         return self._output.read_text()
 
     def events(self, kind: str | None = None) -> list[Event]:
-        path = self.directory / "events.jsonl"
-        size = path.stat().st_size if path.is_file() else 0
-        if size != self._read[0]:
-            self._read = size, read_events(path)
-        return [event for event in (self._read[1] if size else []) if kind is None or event["kind"] == kind]
+        self._events += self._follower.all()
+        return [event for event in self._events if kind is None or event["kind"] == kind]
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps taken so far, in the order of the log."""
@@ -141,6 +139,7 @@ def launched(
     *,
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    working_directory: Path | None = None,
 ) -> Iterator[LiveRun]:
     """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +153,7 @@ def launched(
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            cwd=working_directory,
             start_new_session=True,
         )
     run = LiveRun(launcher, directory, output)

@@ -36,7 +36,7 @@ LAYOUT: Final = WeightLayout(
 )
 BUCKET_BYTES: Final = 2**18
 #: Seconds per decode step, so long that many engines can share a processor.
-STEP_S: Final = 0.004
+STEP_S: Final = 0.01
 PROMPT: Final = [1, 2, 3]
 
 

@@ -23,7 +23,7 @@ import httpx
 
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event, EventFollower
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.system.machine import free_ports, is_free
 from tests.faults.role_process import MUTANTS, TOKEN, VERIFIER, Fuse, GroupEndpoint, play_role
@@ -92,6 +92,8 @@ class Cluster:
         }
         self.fuses = {name: Fuse(seat.fuse) for name, seat in self.seats.items()}
         self.processes: dict[str, Any] = {}
+        self._follower = EventFollower(directory / "events.jsonl")
+        self._events: list[Event] = []
         self.supervised: set[str] = set()
         """Roles that are restarted when they end with status 1, as the launcher does."""
 
@@ -133,8 +135,8 @@ class Cluster:
 
     def events(self, kind: str = "") -> list[Event]:
         """Return the events that the run has logged so far: those of this kind, or all if `kind` is empty."""
-        path = self.directory / "events.jsonl"
-        return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
+        self._events += self._follower.all()
+        return [event for event in self._events if kind in ("", event["kind"])]
 
     def witnessed(self, name: str) -> list[dict[str, Any]]:
         """Return the records of a witness file (see role_process.py), such as `made` or `trained`."""

@@ -13,8 +13,8 @@ from pipelinerl.rng import generator
 from tests.controller.service.test_journal import NEVER, live, same_with_and_without_deaths
 from tests.faults.scenarios.scenario import Verdict
 
-SHORT = range(10)
 #: Few seeds suffice, because tests/controller/service/test_journal.py tests every crash point and 10,000 random runs.
+SHORT = range(2)
 LONG = range(100)
 
 STEPS = 6

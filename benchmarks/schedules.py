@@ -116,8 +116,12 @@ class Schedule:
         return "staleness.k=1" in self.keys
 
     def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:
-        """Return this arm's overrides of recipe keys, in addition to the cell's; `share` scales the number of steps."""
-        rollouts = load(cell.recipe).training.rollouts_per_step
+        """Return this arm's overrides of recipe keys, in addition to the cell's; `share` scales the number of steps.
+
+        Asynchronous arms run engine and trainer at the same time, so each process has one thread.
+        """
+        recipe = load(cell.recipe)
+        rollouts, threads = recipe.training.rollouts_per_step, recipe.launch.threads
         least = 1 if share == 1.0 else _TRIAL_GENERATIONS
         steps = max(least, round(cell.optimizer_steps * share) // self.generation)
         return (
@@ -127,6 +131,7 @@ class Schedule:
             f"evaluation.interval_steps={steps}",
             f"checkpoint.interval_steps={steps}",
             *self.keys,
+            *(() if self.conventional or threads == 1 else ("launch.threads=1",)),
         )
 
 

@@ -62,7 +62,7 @@ def test_seconds_to_a_reward_are_read_from_the_reward_curve() -> None:
 def test_schedule_speed_is_compared_with_the_best_conventional_schedule_seed_by_seed() -> None:
     times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
-        {"cell": "c", "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
+        {"cell": "c", "recipe": RECIPE, "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
         for arm, both in times.items()
         for seed, seconds in enumerate(both)
     ]

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -78,10 +79,9 @@ class Cell:
         return Row(self.arm, shown, f"± {TRUSTED:.0%}", abs(self.error) <= TRUSTED)
 
 
-def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
-    """Run the paced recipe in the new folder `folder`, in processes of its own."""
-    folder.mkdir()
-    words = ["-m", "pipelinerl.cli", "run", str(paced_recipe(folder)), f"run.directory={folder}", *changes]
+def paced_run(recipe: Path, folder: Path, changes: Sequence[str]) -> ObservedRun:
+    """Run the paced recipe in processes of its own; the run's directory is below `folder`."""
+    words = ["-m", "pipelinerl.cli", "run", str(recipe), f"run.directory={folder}", *changes]
     python(words, timeout_s=_DEADLINE_S)
     return observed(folder / "paced")
 
@@ -103,8 +103,8 @@ def run(quick: bool = False) -> None:
     """Measure and simulate every arm, print the table and, unless `quick`, write the record."""
     arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
-        folders = [Path(folder) / str(place) for place in range(len(arms))]
-        finished = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
+        recipe, folders = paced_recipe(Path(folder)), [Path(folder) / str(place) for place in range(len(arms))]
+        finished = pool.map(partial(paced_run, recipe), folders, (changes_of(arm, steps=steps) for arm in arms))
         runs = dict(zip(arms, finished, strict=True))
     cells, hardware = predicted_cells(runs)
     paced = {

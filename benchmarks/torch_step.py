@@ -41,9 +41,13 @@ def trainer_of(
 
 
 def rl_step(trainer: Trainer, batch: MicroBatch, *, learning_rate: float, device: torch.device = CPU) -> float:
-    """Take an RL step through the trainer contract, wait until the device has finished, and return the loss."""
+    """Take an RL step through the trainer contract, wait until the device has finished, and return the loss.
+
+    Raises RuntimeError if the step changes no weight.
+    """
     (stats,) = trainer.backward([batch], OBJECTIVE)
-    trainer.optimizer_step(learning_rate=learning_rate)
+    if trainer.optimizer_step(learning_rate=learning_rate).grad_norm == 0:
+        raise RuntimeError("the gradient of the step is zero")
     wait(device)
     return stats.loss
 

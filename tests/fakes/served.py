@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import httpx
 import uvicorn
@@ -19,18 +18,17 @@ import uvicorn
 from pipelinerl.system.http_service import config_of, listen
 from tests.patience import PATIENCE_S
 
-#: Seconds that a stopped server waits for the requests that it is answering.
-_GRACE_S: Final = 1.0
-
 
 @contextmanager
 def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
     """Serve `app` on a thread and yield its base URL; stop the server at the end of the block."""
     listener = listen("127.0.0.1", 0)
     config, over = config_of(app), Future[None]()
-    config.lifespan = "auto"
+    config.lifespan, config.timeout_graceful_shutdown = "auto", 1
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(server, listener, over)), daemon=True)
+    # uvicorn's own loop would notice only at its next tick, of 0.1 s, that the server should end.
+    server.main_loop = lambda: asyncio.wrap_future(over)  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     deadline = time.monotonic() + starts_in_s
     while not server.started:
@@ -42,24 +40,6 @@ def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
         over.set_result(None)
         thread.join(PATIENCE_S)
         listener.close()
-
-
-async def _serve(server: uvicorn.Server, listener: socket.socket, over: Future[None]) -> None:
-    """Serve until `over` is done, like `uvicorn.Server.serve`, whose end would take 0.3 s."""
-    server.config.load()
-    server.lifespan = server.config.lifespan_class(server.config)
-    await server.startup(sockets=[listener])
-    await asyncio.wrap_future(over)
-    state, deadline = server.server_state, time.monotonic() + _GRACE_S
-    for accepting in server.servers:
-        accepting.close()
-    for connection in list(state.connections):
-        connection.shutdown()
-    while (state.connections or state.tasks) and time.monotonic() < deadline:
-        await asyncio.sleep(0.002)
-    for task in state.tasks:
-        task.cancel()
-    await server.lifespan.shutdown()
 
 
 @contextmanager

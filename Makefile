@@ -46,7 +46,7 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-fast \
-	  $(if $(ARGS),,$(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)" VLLM_WORKERS=0))
+	  $(if $(ARGS),,$(if $(WITH_VLLM),test-vllm MARK="vllm and $(SHORT)" VLLM_WORKERS=1))
 
 # A test that fails on a busy machine runs once more, alone.
 test-fast: $(VENV)/.installed-dev

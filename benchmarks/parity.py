@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.gateway import order as prompt_order
 from benchmarks.measure import Row, report
 from benchmarks.served_engine import EngineOrder, engine_options
-from benchmarks.torch_step import random_batch, rl_step, trainer_of
+from benchmarks.torch_step import random_batch, trainer_of
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl.actor.rollouts import Answer, rollouts_of
@@ -33,6 +33,7 @@ from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.causes import Mismatch, mismatch
+from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Sampling, Verdict
@@ -162,8 +163,13 @@ def _rollouts(request: ChatCompletionRequest, completion: ChatCompletion) -> lis
 def _trainer(model: Path, arm: Arm, *, version: int) -> Trainer:
     """Return a trainer after `version` optimizer steps; equal arguments give bit-identical weights."""
     trainer = trainer_of(model, precision=arm.precision, head_precision=arm.head, kernels=arm.kernels)
+    batch = random_batch([48], [8], vocab=50)
+    ones = batch.loss_mask.astype(np.float32)
+    batch = replace(batch, advantages=ones, behavior_logprobs=-2 * ones)
     for _ in range(version):
-        rl_step(trainer, random_batch([48], [8], vocab=50), learning_rate=3e-3)
+        trainer.backward([batch], resolve("grpo"))
+        if trainer.optimizer_step(learning_rate=3e-3).grad_norm == 0:
+            raise RuntimeError("the update changed no weight; the second version would be the first")
     return trainer
 
 

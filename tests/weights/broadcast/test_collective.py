@@ -115,8 +115,12 @@ def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(
 
 
 def test_waiting_and_later_joins_fail_if_the_rendezvous_of_the_weight_group_is_closed(rendezvous: Rendezvous) -> None:
+    before = rendezvous._store.num_keys()
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
-    assert not waiting[1].done()
+    give_up = time.monotonic() + PATIENCE_S
+    while rendezvous._store.num_keys() < before + 2:  # each of them writes its address
+        assert time.monotonic() < give_up and not any(join.done() for join in waiting)
+        time.sleep(0.01)
     rendezvous.close()
     for join in waiting:
         with pytest.raises(UpdateError, match="generation 1"):

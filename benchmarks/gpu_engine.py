@@ -90,12 +90,14 @@ def timed_sample(
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the engine's log-probs with those of transformers."""
     batch = prompts(scale, scale.parity_sequences, "correctness")
+    exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
         sampled = engine.sample(batch, scale.answer // 4)
-    full = apart_from_transformers(folder, sampled, device)
+    full = mismatch(logprobs_of(sampled), forward_logprobs(exact, sampled, device))
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
         sampled = engine.sample(batch, scale.answer // 4)
-    truth = forward_logprobs(load_model(folder, device, torch.float32), sampled, device)
+    truth = forward_logprobs(exact, sampled, device)
+    del exact
     half = mismatch(logprobs_of(sampled), truth)
     plain = mismatch(forward_logprobs(load_model(folder, device, torch.bfloat16), sampled, device), truth)
     excess = half.mean / plain.mean

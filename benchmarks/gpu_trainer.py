@@ -257,29 +257,29 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     idle = WeightSender(wire_layout(trainer.weight_layout()), trainer.gather_weights, 2**24).send(
         None, deadline=time.monotonic() + _PUBLISH_S
     )
-    alone, beside, digests, totals = [], [], [], []
+    alone_s, during_s, digests, totals = [], [], [], []
     with engine_apart(folder, scale, device) as (url, backend):
         for version in range(1, scale.updates + 2):  # the first update also forms the group, so its time is discarded
             alone_now = [backward() for _ in range(3)]
             publishing = in_background("publish", partial(asyncio.run, _published(trainer, url, backend, version)))
-            beside_now = [backward()]
+            during_now = [backward()]
             while not publishing.done():
-                beside_now.append(backward())
+                during_now.append(backward())
             digest, total_s = publishing.result()
             digests.append(digest)
             if version > 1:
-                alone.append(float(np.median(alone_now)))
-                beside.append(float(np.mean(beside_now)))
+                alone_s.append(float(np.median(alone_now)))
+                during_s.append(float(np.mean(during_now)))
                 totals.append(total_s)
     trainer.close()
-    speed = bootstrap_median(np.divide(alone, beside))
+    speed = bootstrap_median(np.divide(alone_s, during_s))
     differ = sum(digest != idle for digest in digests)
     rows = [
-        Row("speed of backward passes beside a publication / alone", speed, ">= 0.98", speed.median >= 0.98),
+        Row("speed of backward passes during a publication / alone", speed, ">= 0.98", speed.median >= 0.98),
         Row("digests that differ from that of idle weights", differ, "0", differ == 0),
         Row("    backend, whole publication [s]", f"{backend}, {float(np.median(totals)):.3f}"),
     ]
-    return rows, {"speed": speed.as_dict(), "alone_s": alone, "beside_s": beside, "publications_s": totals}
+    return rows, {"speed": speed.as_dict(), "alone_s": alone_s, "beside_s": during_s, "publications_s": totals}
 
 
 async def _published(trainer: Trainer, url: str, backend: Backend, version: int) -> tuple[str, float]:

@@ -421,8 +421,8 @@ async def _line(control: socket.socket) -> Any:
     return json.loads(received)
 
 
-#: Of every four places that become free, the group that has waited longest gets one, even if it is not its turn. Such
-#: groups hold at most a quarter of the places, for at most a quarter of the time for which places are held.
+#: Every fourth free place goes to the group that has waited longest, out of turn. At most a quarter of all places is
+#: given out of turn, and they are held for at most a quarter of the time for which all places are held.
 _TO_THE_OLDEST: Final = 4
 #: Each time that a place is given back, the sums of the seconds for which places were held decay by this factor.
 _KEPT: Final = 0.98

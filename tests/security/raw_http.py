@@ -40,11 +40,11 @@ def exchange(url: str, data: bytes) -> bytes:
 
 
 def statuses(heard: bytes) -> list[int]:
-    """Return the HTTP status codes of all responses in the received bytes `heard`."""
+    """Return the status codes of all HTTP responses in `heard`, the received bytes."""
     return [int(part[:3]) for part in heard.split(b"HTTP/1.1 ")[1:]]
 
 
 def code(heard: bytes) -> str:
-    """Return the error code in the body of the last response in the received bytes `heard`."""
+    """Return the error code in the body of the last HTTP response in `heard`, the received bytes."""
     found: dict[str, Any] = json.loads(heard[heard.rindex(b'{"error"') :])
     return str(found["error"]["code"])

@@ -125,7 +125,7 @@ def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_trai
 
 
 def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_samples_end() -> None:
-    """In continue mode, by contrast, the engine goes on sampling while weights are updated and the trainer trains."""
+    """In continue mode, the engine samples while its weights are updated and while the trainer trains."""
     continued, drained = (
         simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
     )

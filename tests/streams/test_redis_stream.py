@@ -105,7 +105,7 @@ async def test_read_that_waits_for_entries_continues_after_a_redis_restart(morta
 async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(
     mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the server is down, the test moves the clock past the read's timeout; the read must not wait anew."""
+    """While the server is down, the test moves the clock past the read's timeout; the read must not wait again."""
     ahead_s = 0.0
     monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with connected(mortal) as streams:

@@ -61,15 +61,14 @@ def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(spec: Tra
         asked.append((version, groups))
         return [7, 19]
 
-    told = EntropyMeter(1, kept).measure(
-        made, batch(40, producing=3)
-    )  # the batch has 80 rollouts; the meter measures the entropy of 5 of them
+    # The batch has 80 rollouts; the meter measures the entropy of 5 of them.
+    measured = EntropyMeter(1, kept).measure(made, batch(40, producing=3))
     assert asked == [(3, 40)]
-    assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
-    for tokens in told.of_tokens.values():
+    assert {14, 15, 38} < measured.of_tokens.keys() and len(measured.of_tokens) == 5, "in turn, three of five"
+    for tokens in measured.of_tokens.values():
         np.testing.assert_allclose(tokens, entropy[[2, 3]], rtol=1e-5)
-    everyone = np.concatenate(list(told.of_tokens.values()))
-    assert told.figures[EXACT_ENTROPY] == pytest.approx(everyone.mean(), rel=1e-6)
+    everyone = np.concatenate(list(measured.of_tokens.values()))
+    assert measured.figures[EXACT_ENTROPY] == pytest.approx(everyone.mean(), rel=1e-6)
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
 
 

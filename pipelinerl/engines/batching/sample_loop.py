@@ -121,7 +121,7 @@ class ServedModel(Protocol):
         ...
 
     def finish_staging(self) -> None:
-        """Convert the filled `staging` to the form that is served; called before a commit, while sampling goes on."""
+        """Convert the filled `staging` to the form that is served; called before a commit, while sampling continues."""
         ...
 
 

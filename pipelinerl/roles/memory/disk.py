@@ -18,12 +18,11 @@ from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.checkpoint import model_dtype, weight_files
 from pipelinerl.models.model_shape import BYTES
 from pipelinerl.roles.dtypes import dtypes_of
-from pipelinerl.roles.memory.prediction import MemoryPrediction, fits, gib, predict
+from pipelinerl.roles.memory.prediction import MemoryPrediction, fits, gib, on_accelerator, predict
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.system.machine import has_accelerator
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
 from trainer_contract.errors import SpecError
-from trainer_contract.types import Device, WeightDType
+from trainer_contract.types import WeightDType
 
 #: Bytes for events, logs and the stream server's files, in a run of usual length.
 _BESIDE: Final = 256 * 2**20
@@ -122,8 +121,7 @@ def _with_dtype(config: RunConfig) -> RunConfig:
     section = config.engine
     if section.dtype != "auto" or section.type not in _CASTING:
         return config
-    on_cpu = section.device is Device.CPU or section.type in registry.ON_THE_HOST
-    if not (on_cpu or (section.device is Device.AUTO and not has_accelerator())):
+    if section.type not in registry.ON_THE_HOST and on_accelerator(section.device):
         return config
     if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
         return config

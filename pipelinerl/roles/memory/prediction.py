@@ -142,6 +142,11 @@ def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
     return MemoryPrediction(_trainer(config, shape, objective), _engine(config, shape), config.engine.count)
 
 
+def on_accelerator(device: Device) -> bool:
+    """Return whether a process with this device setting computes on a GPU or TPU, as far as this machine shows."""
+    return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())
+
+
 def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -> TrainerMemory | None:
     section = config.trainer
     if section.type != "torch":
@@ -166,7 +171,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         moments=optimizer.moments,
         place=optimizer.place,
         gradients=gradients_of(section.options),
-        on_gpu=section.device is Device.CUDA or (section.device is Device.AUTO and has_accelerator()),
+        on_gpu=on_accelerator(section.device),
     )
 
 

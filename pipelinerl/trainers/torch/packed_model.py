@@ -47,7 +47,6 @@ class PackedModel(nn.Module):
         self.model = model
         self._kernels = kernels
         self._buffers_saved = persistent_buffers(model)
-        self._logits_at_once: int | None = None
         self.routing = torch_routers.shape_of(model)
         self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
 
@@ -81,7 +80,6 @@ class PackedModel(nn.Module):
             temperatures,
             vocab_size=self.model.config.get_text_config().vocab_size,
             measures=measures,
-            logits_at_once=self._logits_at_once,
         )
         # `clone`, because `fully_shard` attaches a hook to the result; on a view, an in-place operation would drop the
         # hook.

@@ -191,7 +191,7 @@ class GvisorSlot:
         elif ended is None and (code < 0 or errors):
             raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
         if ended is None and code > _SIGNALLED:
-            # As in a shell, the code is 128 + the number of the signal that ended the program.
+            # A program that a signal ended gets the exit code 128 + the signal's number, as in a shell.
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
         return ProgramResult(

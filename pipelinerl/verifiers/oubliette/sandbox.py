@@ -78,7 +78,7 @@ def _strong() -> Isolation:
 
 def _weak(outer_id: int) -> Isolation:
     """Return the isolation of a single host process, which has no children or sockets and can read only libraries."""
-    # As root, use the system's Python: runs have another user, who may be unable to read root's own.
+    # If this process is root, use the system's Python: programs run as another user, who may not read root's files.
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")

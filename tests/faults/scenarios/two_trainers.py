@@ -177,9 +177,10 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
     """Yield a sentence for each effect of the fenced trainer after `seen`, other than a checkpoint."""
-    told = _told(cluster)[seen.events :]  # before the reports: each report is recorded before its event is written
+    # Read the events before the reports: a report is recorded before its event, so none of these lacks its report.
+    events = _told(cluster)[seen.events :]
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
-    for event in told:
+    for event in events:
         version = event["model_version"]
         if event["kind"] == "step" and not any((epoch, version) in reported for epoch in range(seen.epoch + 1, 99)):
             yield f"the controller took its report of step {version}"

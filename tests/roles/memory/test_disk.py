@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
-from pipelinerl.roles.memory import disk
+from pipelinerl.roles.memory import disk, prediction
 from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.memory.prediction import fits, lines, predict
 from pipelinerl.roles.wiring import objective_of
@@ -51,7 +51,7 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(disk, "has_accelerator", lambda: here)
+    monkeypatch.setattr(prediction, "has_accelerator", lambda: here)
     model = directory(tmp_path / "model", torch.bfloat16)
     assert settled(recipe(f"model.path={model}", f"engine.device={device}")).engine.dtype == dtype
     given = settled(recipe(f"model.path={model}", "engine.dtype=bfloat16"))

@@ -219,7 +219,7 @@ def remats(jaxpr):
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
 def test_training_forward_matches_inference_bit_for_bit(precision, model_path, micro_batch):
-    """As no layer saves residuals, XLA compiles the forward passes of training and inference alike (RLAX §5.1)."""
+    """No layer saves residuals, so XLA compiles the same forward pass for training and inference (RLAX §5.1)."""
     trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
     worker, inside = trainer._worker, batch.loss_mask
     _, columns = jax_worker.laid_out(worker.program, batch)

@@ -274,7 +274,7 @@ def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
 
 @pytest.mark.timeout(600)
 def test_context_parallel_steps_match_one_process(one, two):
-    """As in one process, rollouts share the computation of prompts; key heads are repeated if there are too few."""
+    """Rollouts share the computation of prompts, as in one process; too few key heads are repeated."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
@@ -156,13 +156,12 @@ def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
 
 
-def test_checkpointing_and_chunked_vocabulary_do_not_change_gradients(model_path, micro_batch):
+def test_checkpointing_and_chunked_vocabulary_do_not_change_gradients(model_path, micro_batch, monkeypatch):
     path, batch = model_path("qwen2"), micro_batch()
     plain = started(path)
     plain.backward([batch], OBJECTIVE)
     frugal = started(path, gradient_checkpointing=True)
-    frugal._worker.model._logits_at_once = 10 * VOCAB
-    assert isinstance(frugal._worker.model, PackedModel)
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 10 * VOCAB)
     frugal.backward([batch], OBJECTIVE)
     expected = gradients(plain)
     for parameter, gradient in gradients(frugal).items():

@@ -204,7 +204,9 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
     def gradients() -> tuple[Tensor, ...]:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            predictions = token_predictions(hidden, head, chosen, None, vocab_size=vocab)
+            predictions = token_predictions(
+                hidden, head, chosen, None, vocab_size=vocab, compiled=device.type == "cuda"
+            )
         results = torch.autograd.grad(predictions[0], inputs, slopes)
         wait(device)
         return results

@@ -11,6 +11,7 @@ are summed in fp32 and never rounded to a shorter type.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -38,6 +39,7 @@ def token_predictions(
     vocab_size: int,
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, then M measures.
 
@@ -51,17 +53,19 @@ def token_predictions(
         temperatures: f32 [N]; None means 1 everywhere.
         vocab_size: V.
         measures: the M measures of each token's distribution to compute, such as its entropy.
+        compiled: let torch compile the softmax, which then reads the logits once and keeps no copy of them in fp32.
     """
+    predict = _compiled_predictions() if compiled else _predictions
     rows = max(1, (logits_at_once or LOGITS_AT_ONCE[hidden.device.type]) // vocab_size)
     if hidden.shape[0] <= rows:
-        return _predictions(head(hidden), token_ids, temperatures, measures)
+        return predict(head(hidden), token_ids, temperatures, measures)
     if isinstance(head, nn.Linear) and "forward" not in vars(head):
-        work = _Work(token_ids, temperatures, measures, rows, _product_dtype(hidden))
+        work = _Work(token_ids, temperatures, measures, rows, _product_dtype(hidden), predict)
         predictions: Tensor = _LinearHead.apply(hidden, head.weight, head.bias, work)
         return predictions
 
     def piece(hidden: Tensor, token_ids: Tensor, temperatures: Tensor | None) -> Tensor:
-        return _predictions(head(hidden), token_ids, temperatures, measures)
+        return predict(head(hidden), token_ids, temperatures, measures)
 
     pieces = []
     for part in _pieces(hidden.shape[0], rows):
@@ -78,10 +82,11 @@ class _Work(NamedTuple):
     measures: tuple[HeadMeasure, ...]
     rows: int
     dtype: torch.dtype
+    predict: Callable[[Tensor, Tensor, Tensor | None, tuple[HeadMeasure, ...]], Tensor]
 
     def predictions(self, logits: Tensor, part: slice) -> Tensor:
         tempered = None if self.temperatures is None else self.temperatures[part]
-        return _predictions(logits, self.token_ids[part], tempered, self.measures)
+        return self.predict(logits, self.token_ids[part], tempered, self.measures)
 
 
 @final
@@ -168,6 +173,12 @@ def _predictions(
         return logprobs[None]
     normaliser = torch.logsumexp(logits, dim=-1)
     return torch.stack([logprobs, *(_measured(measure, logits, normaliser) for measure in measures)])
+
+
+@cache
+def _compiled_predictions() -> Callable[[Tensor, Tensor, Tensor | None, tuple[HeadMeasure, ...]], Tensor]:
+    # With so many logits in a row torch cannot use its online softmax, and would warn.
+    return torch.compile(_predictions, dynamic=True, options={"online_softmax": False})
 
 
 def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:

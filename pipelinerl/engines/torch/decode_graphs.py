@@ -1,9 +1,9 @@
 """`DecodeGraphs`: runs a decode step (forward pass and sampling) as a CUDA graph.
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
-run them. A graph launches all kernels in one call. The graph's tensors have fixed addresses, so there is one graph for
-each number of rows, rounded up, and for each of the two weight buffers; each is captured on first use, in tens of
-milliseconds. Rows without a sequence write to the cache's spare block.
+run them. A graph launches all kernels, and the copies of inputs and results, in one call. Its tensors have fixed
+addresses, so there is one graph for each number of rows, rounded up, and for each of the two weight buffers; each is
+captured on first use, in tens of milliseconds. Rows without a sequence write to the cache's spare block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class DecodeGraphs:
         host = self._host.numpy()
         host[:, :count] = inputs
         host[:, count:padded] = 0
-        self._given.copy_(self._host, non_blocking=True)
         self._update_table(count)
         key = self._weights.address, padded
         if key not in self._graphs:
@@ -64,7 +63,6 @@ class DecodeGraphs:
 
     def sampled(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the token ids [count] and the log-probs of the last step; valid only for rows without truncation."""
-        self._answers.copy_(self._results, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         token_ids, logprobs = self._answers.numpy()[:, :count]
         return token_ids.astype(np.int64), logprobs.astype(np.float32)
@@ -81,6 +79,7 @@ class DecodeGraphs:
 
     def _captured(self, rows: int) -> torch.cuda.CUDAGraph:
         """Capture a step of `rows` rows after one run, which compiles kernels and allocates workspaces."""
+        self._given.copy_(self._host, non_blocking=True)
         logits = self._forward_of(rows)
         if self._logits is None:
             self._logits = logits.new_empty((self._rows, logits.shape[1]))
@@ -88,8 +87,10 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Capture this thread's work only, because another thread may receive weights meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._given.copy_(self._host, non_blocking=True)
             self._logits[:rows].copy_(self._forward_of(rows))
             self._sample(rows)
+            self._answers.copy_(self._results, non_blocking=True)
         return graph
 
     def _forward_of(self, rows: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
-from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
+from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PageCache, PrefillPlan
 from pipelinerl.engines.torch.quantized import QuantizedLinear
 from pipelinerl.numerics.torch_batch_invariant import InvariantLinear
 from pipelinerl.numerics.torch_logprobs import Fp32Head
@@ -80,8 +80,7 @@ class _Layer:
 
     input_norm: Tensor
     queries_keys_values: _Joined
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None
     output: _Product
     post_norm: Tensor
     gate_and_up: _Joined
@@ -111,7 +110,7 @@ class LlamaForward:
         # The table includes the sign, because rotate_half(x) · sin = roll(x, D/2) · (−sin, sin).
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-        self._project, self._finish = self._projected, self._finished
+        self._project, self._multiply, self._finish = self._projected, self._products, self._finished
         self._joins = self._embedding.is_cuda  # a CPU gains nothing from few large products
         self._address = 0
 
@@ -119,6 +118,7 @@ class LlamaForward:
         """Compile all but attention at the first forward, for any number of tokens, with unchanged rounding."""
         settings: Any = {"dynamic": True, "options": {"emulate_precision_casts": True}}
         self._project = torch.compile(self._projected, **settings)
+        self._multiply = torch.compile(self._products, **settings)
         self._finish = torch.compile(self._finished, **settings)
 
     @staticmethod
@@ -142,9 +142,11 @@ class LlamaForward:
     def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
         self._find_weights()
         batch, length = token_ids.shape
+        x = embedding(token_ids.reshape(-1), self._embedding).float()
+        if isinstance(plan, DecodePlan) and plan.reading is CacheReading.KERNEL and plan.of_row is None:
+            return self._in_kernels(x, cache, plan)
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # shape [B · T, 1, D]
-        x = embedding(token_ids.reshape(-1), self._embedding).float()
         for index, layer in enumerate(self._layers):
             projected = self._project(x, layer, cos, sin)
             query, key, value = (each.view(batch, length, -1, self._head_dim).transpose(1, 2) for each in projected)
@@ -154,6 +156,30 @@ class LlamaForward:
             else:
                 attended = attend_prefill(query, keys, values, plan.reading, layer.window, layer.scale)
             x = self._finish(x, attended.reshape(batch * length, -1), layer)
+        return x
+
+    def _in_kernels(self, x: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
+        """Return what `_hidden` returns, for a step in which Triton's kernels write and read the cache."""
+        # imported here, because it needs triton, which only CUDA builds of torch include
+        from pipelinerl.engines.torch.paged_attention import attend_blocks, rotate_and_store
+
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.blocks(index)
+            query = rotate_and_store(
+                self._multiply(x, layer),
+                keys,
+                values,
+                plan.table,
+                plan.positions,
+                cos=self._cos,
+                sin=self._sin,
+                norms=layer.head_norms,
+                eps=self._eps,
+            )
+            attended = attend_blocks(
+                query, keys, values, plan.table, plan.positions, window=layer.window, scale=layer.scale
+            )
+            x = self._finish(x, attended.flatten(1), layer)
         return x
 
     def _find_weights(self) -> None:
@@ -167,10 +193,14 @@ class LlamaForward:
 
     def _projected(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, Hq, D], keys and values [N, H · D] of a layer's input [N, d]."""
-        h = self._normed(x, layer.input_norm)
-        queries, keys, values = layer.queries_keys_values(h)
-        query = self._rotated(queries, self._heads, layer.query_norm, cos, sin)
-        return query, self._rotated(keys, self._kv_heads, layer.key_norm, cos, sin), values
+        queries, keys, values = self._products(x, layer)
+        query_norm, key_norm = layer.head_norms or (None, None)
+        query = self._rotated(queries, self._heads, query_norm, cos, sin)
+        return query, self._rotated(keys, self._kv_heads, key_norm, cos, sin), values
+
+    def _products(self, x: Tensor, layer: _Layer) -> Sequence[Tensor]:
+        """Return queries [N, Hq · D], keys and values [N, H · D], without norms and rotation, of an input [N, d]."""
+        return layer.queries_keys_values(self._normed(x, layer.input_norm))
 
     def _finished(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
         """Return a layer's result [N, d] from its input [N, d] and its attention [N, Hq · D]."""
@@ -209,12 +239,11 @@ def _linear(module: nn.Linear) -> _Product:
 
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    is_qwen3 = hasattr(attention, "q_norm")
     return _Layer(
         input_norm=layer.input_layernorm.weight,
         queries_keys_values=_Joined(*map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj))),
-        query_norm=None if norms[0] is None else norms[0].weight,
-        key_norm=None if norms[1] is None else norms[1].weight,
+        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if is_qwen3 else None,
         output=_linear(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight,
         gate_and_up=_Joined(_linear(mlp.gate_proj), _linear(mlp.up_proj)),

@@ -87,7 +87,7 @@ class DecodePlan:
 
     Attributes:
         positions: i64 [K, 1] of the fed rows.
-        entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`.
+        entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`; None if a kernel finds them.
         table: i64 [K, L / size], the blocks of the fed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
         sections: set if `reading` is `IN_PLACE`.
@@ -95,7 +95,7 @@ class DecodePlan:
     """
 
     positions: Tensor
-    entries: Tensor
+    entries: Tensor | None
     table: Tensor
     length: int
     reading: CacheReading
@@ -236,14 +236,9 @@ class PageCache:
 
     def plan_on_device(self, positions: Tensor, table: Tensor) -> DecodePlan:
         """Plan a forward from tensors that a CUDA graph reads: `positions` i64 [K, 1], blocks `table` i64 [K, n]."""
-        size, heads = self._shape.size, torch.arange(self._shape.heads, device=self._device)
-        block = table.gather(1, positions // size)
+        length = table.shape[1] * self._shape.size
         self.plan = DecodePlan(
-            positions=positions,
-            entries=((block * self._shape.heads + heads) * size + positions % size).view(-1),
-            table=table,
-            length=table.shape[1] * size,
-            reading=self.reading,
+            positions=positions, entries=None, table=table, length=length, reading=CacheReading.KERNEL
         )
         return self.plan
 
@@ -283,6 +278,7 @@ class PageCache:
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         head_dim = self._shape.head_dim
         if isinstance(plan, DecodePlan):
+            assert plan.entries is not None, "`plan_decode` sets them"
             keys.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(key_states).reshape(-1, head_dim))
             values.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(value_states).reshape(-1, head_dim))
             return keys, values
@@ -297,6 +293,10 @@ class PageCache:
             torch.cat((in_order(keys, plan.before), key_states), dim=2),
             torch.cat((in_order(values, plan.before), value_states), dim=2),
         )
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values [N, H, size, D]; valid until the cache grows."""
+        return self._keys[layer], self._values[layer]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0; transformers uses it only for default positions, which this engine never needs."""

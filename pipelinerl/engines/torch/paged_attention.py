@@ -1,13 +1,18 @@
-"""Attention of a decode step over the blocks of `PageCache`, as a Triton kernel for CUDA.
+"""Attention of a decode step over the blocks of `PageCache`, as Triton kernels for CUDA.
 
-A program attends with the queries of one row that share a key head, tile by tile, with a running softmax in fp32
-(FlashAttention 2, 2307.08691, algorithm 1). With few rows, a row's tiles are split among several programs, whose
-results a second kernel joins (Flash-Decoding). Lengths and blocks are read from memory, so a captured graph stays valid
-while sequences grow.
+`rotate_and_store` prepares it: a program for each head of each row normalises and rotates the new query or key, and
+writes keys and values to the cache. Separate operations would be several kernels in each layer, which take longer to
+start than to run.
+
+`attend_blocks` attends: a program attends with the queries of one row that share a key head, tile by tile, with a
+running softmax in fp32 (FlashAttention 2, 2307.08691, algorithm 1). With few rows, a row's tiles are split among
+several programs, whose results a second kernel joins (Flash-Decoding). Lengths and blocks are read from memory, so a
+captured graph stays valid while sequences grow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -20,6 +25,58 @@ _TILE: Final = 64
 #: The target number of kernel programs in a decode step: a few for each multiprocessor of the GPU.
 _PROGRAMS: Final = 512
 _MOST_SPLITS: Final = 32
+
+
+def rotate_and_store(
+    projected: Sequence[Tensor],
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Store the keys and values of one new token per row in blocks [N, H, size, D]; return its queries [K, Hq, D].
+
+    Args:
+        projected: queries [K, Hq · D], keys and values [K, H · D]; each token's numbers are contiguous.
+        table, positions: as in `attend_blocks`.
+        cos, sin: f32 [context, D] by position; `sin` is negated in the first half.
+        norms: weights [D] with which RMS norms scale queries and keys before the rotation.
+    """
+    queries, new_keys, new_values = projected
+    _, heads, size, head_dim = keys.shape
+    rows, q_heads = len(queries), queries.shape[1] // head_dim
+    rotated = queries.new_empty((rows, q_heads, head_dim))
+    _rotate_and_store[(rows, q_heads + 2 * heads)](
+        queries,
+        new_keys,
+        new_values,
+        rotated,
+        keys,
+        values,
+        table,
+        positions,
+        cos,
+        sin,
+        *(norms or (cos, cos)),
+        eps,
+        queries.stride(0),
+        new_keys.stride(0),
+        new_values.stride(0),
+        table.stride(0),
+        Q_HEADS=q_heads,
+        HEADS=heads,
+        SIZE=size,
+        WIDTH=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        NORMED=norms is not None,
+        num_warps=1,
+    )
+    return rotated
 
 
 def attend_blocks(
@@ -77,6 +134,73 @@ def attend_blocks(
             parts, weights, out, WIDTH=head_dim, PADDED=padded, SPLITS=splits, ROOM=triton.next_power_of_2(splits)
         )
     return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    queries,
+    new_keys,
+    new_values,
+    rotated,
+    keys,
+    values,
+    table,
+    positions,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    eps,
+    query_row,
+    key_row,
+    value_row,
+    table_row,
+    Q_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    across = tl.arange(0, PADDED)
+    position = tl.load(positions + row)
+    block = tl.load(table + row * table_row + position // SIZE)
+    first_entry = block * HEADS * SIZE + position % SIZE
+    cos += position * WIDTH
+    sin += position * WIDTH
+    if head < Q_HEADS:
+        own = queries + row * query_row + head * WIDTH
+        turned = _rotated(own, query_norm, cos, sin, eps, WIDTH, PADDED, NORMED)
+        tl.store(rotated + (row * Q_HEADS + head) * WIDTH + across, turned, mask=across < WIDTH)
+    elif head < Q_HEADS + HEADS:
+        head -= Q_HEADS
+        own = new_keys + row * key_row + head * WIDTH
+        turned = _rotated(own, key_norm, cos, sin, eps, WIDTH, PADDED, NORMED)
+        tl.store(keys + (first_entry + head * SIZE) * WIDTH + across, turned, mask=across < WIDTH)
+    else:
+        head -= Q_HEADS + HEADS
+        value = tl.load(new_values + row * value_row + head * WIDTH + across, mask=across < WIDTH)
+        tl.store(values + (first_entry + head * SIZE) * WIDTH + across, value, mask=across < WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotated(  # type: ignore[no-untyped-def]
+    own, norm, cos, sin, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, NORMED: tl.constexpr
+):
+    """Return a head's query or key, normalised and rotated, in the dtype of `own`."""
+    across = tl.arange(0, PADDED)
+    there, opposite = across < WIDTH, (across + WIDTH // 2) % WIDTH
+    stored = tl.load(own + across, mask=there, other=0.0)
+    x, turned = stored.to(tl.float32), tl.load(own + opposite, mask=there, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        # as in `LlamaForward`, the norm rounds before it scales
+        x = (x * scale).to(stored.dtype).to(tl.float32) * tl.load(norm + across, mask=there, other=0.0).to(tl.float32)
+        turned = (turned * scale).to(stored.dtype).to(tl.float32)
+        turned *= tl.load(norm + opposite, mask=there, other=0.0).to(tl.float32)
+    x *= tl.load(cos + across, mask=there, other=0.0)
+    return (x + turned * tl.load(sin + across, mask=there, other=0.0)).to(stored.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -46,6 +46,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self._kernels = kernels
+        self.compiles_predictions = False
         self._buffers_saved = persistent_buffers(model)
         self.routing = torch_routers.shape_of(model)
         self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
@@ -80,6 +81,7 @@ class PackedModel(nn.Module):
             temperatures,
             vocab_size=self.model.config.get_text_config().vocab_size,
             measures=measures,
+            compiled=self.compiles_predictions,
         )
         # `clone`, because `fully_shard` attaches a hook to the result; on a view, an in-place operation would drop the
         # hook.
@@ -132,12 +134,15 @@ class PackedModel(nn.Module):
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
-    """Let torch compile each layer, except its attention, for any number of tokens, during its first pass.
+    """Let torch compile each layer, except its attention, and the loss's softmax, for any number of tokens, during the
+    first pass.
 
     Compilation fuses norms, rotations, gates and conversions into few kernels, with the same rounding. Torch cannot
     compile across activation checkpoints; with checkpointing, each child module of a layer is compiled separately.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
+    if isinstance(model, PackedModel):
+        model.compiles_predictions = True
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for part in layer.children() if gradient_checkpointing else (layer,):

@@ -314,20 +314,24 @@ def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.dev
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
 
 
-def _made_up_batch(vocab_size: int, *, segments: int = 8, length: int = 64) -> MicroBatch:
-    """Return a micro-batch of different segments with one loss token each."""
-    count = segments * length
-    places, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
+def _made_up_batch(vocab_size: int) -> MicroBatch:
+    """Return a micro-batch of segments of different lengths, with enough loss tokens for several pieces of the logits
+    of a large vocabulary: otherwise torch would compile some parts again for the first real batch.
+    """
+    lengths = np.arange(33, 145, 8)
+    count = int(lengths.sum())
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    zeros = np.zeros(count, np.float32)
     return MicroBatch(
-        token_ids=places % vocab_size,
-        position_ids=places % length,
-        segment_ids=places // length,
-        loss_mask=places % length == length - 1,
+        token_ids=np.arange(count, dtype=np.int32) % vocab_size,
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        loss_mask=positions > 0,
         advantages=zeros,
         weights=zeros,
         behavior_logprobs=zeros,
         temperatures=np.ones(count, np.float32),
-        num_segments=segments,
+        num_segments=len(lengths),
     )
 
 

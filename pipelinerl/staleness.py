@@ -55,20 +55,37 @@ class StalenessBounds:
         """
         return producing - oldest <= self.k
 
-    def may_issue(
-        self, *, current: int, loaded: int, queued: int, per_step: int, sampled_at_once: float = math.inf
-    ) -> bool:
-        """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
+    def most_in_flight(self, *, current: int, loaded: int, per_step: int, sampled_at_once: float = math.inf) -> float:
+        """Return how many rollouts may be in flight if they should all be fresh at their step.
 
-        `queued` rollouts will be trained before the prompt's own, and each step takes `per_step` rollouts, in whole
-        groups. The prompt is sampled with version `loaded` or newer, so it must be trained within
-        k − (current − loaded) steps. Because an answer may take twice as long as others, only half of these steps, but
+        A prompt is sampled with version `loaded` or newer, so it must be trained within k − (current − loaded) steps,
+        of `per_step` rollouts each. Because an answer may take twice as long as others, only half of these steps, but
         at least two, are filled in advance. At most `sampled_at_once` rollouts are needed, plus the rollouts of two
         steps: the step that is trained now and the step that waits.
         """
         steps = self.k - (current - loaded)
-        most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf
-        return queued < min(most, 2 * per_step + sampled_at_once)
+        half = steps // 2 if math.isfinite(steps) else math.inf
+        return min(per_step * max(min(steps, 2), half), 2 * per_step + sampled_at_once)
+
+    def may_issue(
+        self,
+        *,
+        current: int,
+        loaded: int,
+        queued: int,
+        per_step: int,
+        sampled_at_once: float = math.inf,
+        ahead: float = math.inf,
+    ) -> bool:
+        """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
+
+        `queued` rollouts will be trained before the prompt's own, in whole groups. The trainer needs `ahead` steps'
+        rollouts, at least two, in order not to wait. While an update is due, it needs one less, so that the rest is
+        sampled with the new weights.
+        """
+        most = self.most_in_flight(current=current, loaded=loaded, per_step=per_step, sampled_at_once=sampled_at_once)
+        due = max(0, current - loaded - (self.j - 1))
+        return queued < min(most, per_step * (ahead - due))
 
 
 PRESETS: Final[dict[str, StalenessBounds]] = {

@@ -48,6 +48,11 @@ class SimulatedSetting:
     seed: int = 0
 
     @property
+    def sampled_at_once(self) -> int:
+        """The number of rollouts that the actors work on at once."""
+        return self.actors * self.groups_in_flight * self.group_size
+
+    @property
     def optimizer_steps(self) -> int:
         """The number of optimizer steps in one step of the run."""
         return self.epochs * self.mini_batches

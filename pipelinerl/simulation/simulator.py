@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, final
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
-from pipelinerl.controller.state.issued_ledger import FilteredShare
+from pipelinerl.controller.state.issued_ledger import FilteredShare, StepsAhead
 from pipelinerl.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
 from pipelinerl.simulation.engine import SimulatedEngine, SimulatedGroup, WaitingGroups
 from pipelinerl.simulation.hardware import Hardware
@@ -100,8 +100,9 @@ class _Run:
         self._lengths = drawing(setting.lengths, setting.seed)
         self._chance = rng.generator(setting.seed, "simulation", "filtered")
         # state of the simulated controller
-        self._counts, self._filtered_share = _Counts(), FilteredShare()
+        self._counts, self._filtered_share, self._ahead = _Counts(), FilteredShare(), StepsAhead()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
+        self._left_over = 0
         # state of the simulated actors: groups that they requested since they last polled the version, and older groups
         # by the first version that they polled after requesting the group
         self._asked: list[SimulatedGroup] = []
@@ -140,7 +141,8 @@ class _Run:
             loaded=self._loaded,
             queued=self._expected() * setting.group_size,
             per_step=setting.rollouts_per_step,
-            sampled_at_once=setting.actors * setting.groups_in_flight * setting.group_size,
+            sampled_at_once=setting.sampled_at_once,
+            ahead=self._ahead.steps,
         ):
             now, size = self._agenda.now, setting.group_size
             counts.until(now)
@@ -171,6 +173,15 @@ class _Run:
         self._filtered_since_step = 0
         self._version += 1
         self._waiting_groups = len(self._groups)
+        setting, step = self._setting, self._steps[-1]
+        most = setting.bounds.most_in_flight(
+            current=0, loaded=0, per_step=setting.rollouts_per_step, sampled_at_once=setting.sampled_at_once
+        )
+        self._ahead.note_step(
+            left_over=self._left_over * setting.group_size / setting.rollouts_per_step,
+            waited=step.wait_s / max(step.compute_s + step.publish_wait_s, 1e-9),
+            most=most / setting.rollouts_per_step,
+        )
         self._agenda.at(math.ceil(self._agenda.now / HEARS_S) * HEARS_S, self._give_up_outdated)
         due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
         self._issue()
@@ -266,7 +277,7 @@ class _Run:
                 self._issue()
             return
         self._wait_s, self._collects_since, self._computes_since = now - self._collects_since, None, now
-        self._batch = batch
+        self._batch, self._left_over = batch, len(self._groups)
         tokens = sum(group.tokens + setting.prompt_tokens * group.size for group in batch)
         times = self._hardware.trainer
         self._trainer.begin(times.step_s(tokens, epochs=setting.epochs, optimizer_steps=setting.optimizer_steps))

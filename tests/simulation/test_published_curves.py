@@ -192,7 +192,7 @@ def test_simulated_throughput_of_conventional_rl_grows_with_the_batches_generate
 
 
 def test_simulated_engine_rows_stay_full_with_in_flight_updates() -> None:
-    prediction = in_flight(LENGTHS, steps=10, table=H100)
+    prediction = in_flight(LENGTHS, steps=30, table=H100)
     assert prediction.rows == pytest.approx(64, abs=1)
 
 

@@ -282,13 +282,13 @@ class Controller:
         # one call may issue thousands more.
         account, group_size = self.state.account, self.state.knobs.max_group_size
         out, rollouts = account.in_flight, account.rollouts_in_flight(group_size)
-        places = self.state.knobs.groups_in_flight * max(1, len(self.state.actors))
         while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
-            sampled_at_once=places * self.state.knobs.max_group_size,
+            sampled_at_once=self._sampled_at_once,
+            ahead=self.state.ahead.steps,
         ):
             index = self.state.account.next_index()
             order = self._orders.training(
@@ -319,6 +319,25 @@ class Controller:
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
+
+    def _note_supply(self, figures: Mapping[str, Any]) -> None:
+        """Adapt the work in flight to how long the trainer waited for its last step, and to what the step left over."""
+        version, knobs = self.state.version, self.state.knobs
+        most = knobs.bounds.most_in_flight(
+            current=version, loaded=version, per_step=knobs.rollouts_per_step, sampled_at_once=self._sampled_at_once
+        )
+        left_over = int(figures.get("waiting_groups", 0)) * knobs.max_group_size
+        self.state.ahead.note_step(
+            left_over=left_over / knobs.rollouts_per_step,
+            waited=figures.get("wait_s", 0.0) / max(figures.get("step_s", 0.0), 1e-9),
+            most=most / knobs.rollouts_per_step,
+        )
+
+    @property
+    def _sampled_at_once(self) -> int:
+        """The number of rollouts that the actors work on at once."""
+        knobs = self.state.knobs
+        return knobs.groups_in_flight * max(1, len(self.state.actors)) * knobs.max_group_size
 
     # --- details ---------------------------------------------------------------------------------------------------
 
@@ -368,6 +387,7 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
+        self._note_supply(report.stats)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)

@@ -171,6 +171,44 @@ class IssuedLedger:
             self.sent.pop(index, None)
 
 
+#: A trainer that waits for less than this share of its time, over several steps, counts as supplied.
+_SUPPLIED: Final = 0.03
+#: The number of steps over which waits and rollouts left over are observed.
+_STEPS_OBSERVED: Final = 4
+
+
+@final
+class StepsAhead(msgspec.Struct, kw_only=True):
+    """How many steps' rollouts to keep in flight: as few as keep the trainer supplied, since those that wait grow old.
+
+    Two are the least: the step that trains and the next one. If the trainer waits, the number grows in proportion to
+    the wait. If each of several steps found more groups than it took, it shrinks by the fewest left over.
+    """
+
+    steps: float = 2.0
+    waited: list[float] = []
+    """The trainer's waits for the observed steps, in steps; a wait of the trainer's start is not counted."""
+    left_over: list[float] = []
+    """The complete groups that the observed steps left over, in steps."""
+    any_trained: bool = False
+
+    def note_step(self, *, left_over: float, waited: float, most: float) -> None:
+        """Adapt to a step. Waits and groups are in steps, as is `most`, the bound of what may be in flight."""
+        if not self.any_trained:  # the first step waited for everything to start
+            self.any_trained = True
+            return
+        self.waited.append(min(waited, 1.0))
+        self.left_over.append(left_over)
+        late = sum(self.waited) - _STEPS_OBSERVED * _SUPPLIED
+        if late > 0:
+            self.steps = 1 + (self.steps - 1) * (1 + late)
+        elif len(self.waited) < _STEPS_OBSERVED:
+            return
+        else:
+            self.steps -= min(self.left_over)
+        self.steps, self.waited, self.left_over = max(2.0, min(self.steps, most)), [], []
+
+
 #: Half-life of the decayed counts of trained and filtered orders, in orders.
 HALF_LIFE: Final = 128.0
 #: Weight, in orders, of the initial estimate that no order is filtered.

@@ -16,7 +16,7 @@ import msgspec
 from pipelinerl.controller.state.cooldown import Cooldown, CooldownRule
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.fleet import Fleet
-from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger
+from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
 from pipelinerl.enums import Elasticity, NoSignal, Overdue, StalenessScope
 from pipelinerl.messages import (
@@ -310,6 +310,7 @@ class RunState(msgspec.Struct, kw_only=True):
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
+    ahead: StepsAhead = msgspec.field(default_factory=StepsAhead)
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []

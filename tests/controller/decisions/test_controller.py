@@ -530,6 +530,7 @@ class CountedOrders(dict[int, SentOrder]):
 
 def test_issuing_a_thousand_orders_sums_the_group_sizes_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
+    run.controller.state.ahead.steps = math.inf
     run.begin()
     while run.publications:
         run.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -256,6 +257,7 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
 async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_starves(tmp_path: Path) -> None:
     """Two orders are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
+        run.controller.state.ahead.steps = math.inf
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
         issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger
+from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger, StepsAhead
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
 from pipelinerl.staleness import StalenessBounds
@@ -130,6 +130,24 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
     assert share.expected(30, waiting=9, most=3.0) == 16, "what waits has passed"
     assert share.expected(30, waiting=90, most=3.0) == 30
+
+
+def test_work_in_flight_grows_by_what_was_late_and_shrinks_by_what_several_steps_left_over() -> None:
+    ahead = StepsAhead()
+    ahead.note_step(left_over=0.0, waited=9.0, most=4.0)
+    assert ahead.steps == 2, "the first step waited for the start"
+    ahead.note_step(left_over=0.0, waited=0.62, most=4.0)
+    assert ahead.steps == 2.5, "a step in flight should have begun half a step earlier"
+    ahead.note_step(left_over=0.0, waited=9.0, most=3.75)
+    assert ahead.steps == 3.75, "never more than may be in flight"
+    for left_over in (1.5, 0.75, 2.0):
+        ahead.note_step(left_over=left_over, waited=0.02, most=4.0)
+    assert ahead.steps == 3.75
+    ahead.note_step(left_over=1.0, waited=0.0, most=4.0)
+    assert ahead.steps == 3
+    for _ in range(8):
+        ahead.note_step(left_over=9.0, waited=0.0, most=4.0)
+    assert ahead.steps == 2, "the step that trains and the next one"
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:

@@ -84,7 +84,7 @@ class StalenessBounds:
         sampled with the new weights.
         """
         most = self.most_in_flight(current=current, loaded=loaded, per_step=per_step, sampled_at_once=sampled_at_once)
-        due = max(0, current - loaded - (self.j - 1))
+        due = self.reload_due(current=current, loaded=loaded)
         return queued < min(most, per_step * (ahead - due))
 
 

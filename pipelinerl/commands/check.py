@@ -160,7 +160,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             + (f"; {slow}" if slow else "")
         ),
     )
-    yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
+    yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
     yield from adapter_findings(config)
     yield from attention_findings(config)
     yield from mesh_findings(config)

@@ -61,7 +61,7 @@ class RunSection(Section):
 
     An alarm is raised at half of this number.
     """
-    engine_timeout_s: float = Field(default=300.0, gt=0)
+    engine_timeout_s: float = Field(default=900.0, gt=0)
     """Time without a live engine after which the run saves its state and ends."""
 
 
@@ -202,8 +202,11 @@ class TrainerSection(Section):
 
     type: str = "torch"
     """Name of a registered trainer type, such as `torch` or `jax`, or a user's as path.py:name."""
-    precision: Precision = Precision.FP32
-    """Precision of forward and backward passes; master weights and optimizer state are fp32."""
+    precision: Literal["auto"] | Precision = "auto"
+    """Precision of forward and backward passes; `auto`: bf16 for a bfloat16 model on an accelerator, otherwise fp32.
+
+    Master weights and optimizer state are fp32.
+    """
     device: Device = Device.AUTO
     """Device of the trainer; `auto` takes a GPU if there is one."""
     gradient_checkpointing: bool = False
@@ -226,6 +229,11 @@ class TrainerSection(Section):
         if tokens != "auto" and (isinstance(tokens, str) or tokens < 2):
             raise ValueError(f'must be "auto" or a whole number of at least 2, got {tokens!r}')
         return tokens
+
+    @property
+    def passes_in(self) -> Precision:
+        """`precision`, which is fp32 while `auto` has not been resolved."""
+        return Precision.FP32 if self.precision == "auto" else self.precision
 
     @property
     def token_budget(self) -> int:
@@ -382,7 +390,7 @@ class LaunchSection(Section):
     """GPUs of each engine, such as [[0, 1], [2, 3]]; by default the first, apart from the trainer's."""
     trainer_devices: DeviceIndices = ()
     """GPUs of the trainer; by default the last."""
-    start_timeout_s: float = Field(default=120.0, gt=0)
+    start_timeout_s: float = Field(default=900.0, gt=0)
     """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
     """Restarts of a process that dies, before the run ends; uptime earns further restarts."""

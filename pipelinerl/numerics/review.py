@@ -265,7 +265,7 @@ def _staleness(cause: CauseReview, review: Review) -> Iterator[Advice]:
     if p95 > STALENESS_P95:
         yield Advice(
             f"tokens of older versions differ by {p95:.2g} at P95, beyond log 1.2 = {STALENESS_P95:.2f}",
-            f"a smaller staleness.k, a lower learning rate, or {_CAPPED}",
+            f"a staleness.k below their age, a lower learning rate, or {_CAPPED}",
             "more than one in twenty of them lies outside PPO's trust region of 1 ± 0.2; k bounds their age "
             "(RLAX §3.1), the truncated ratio their weight",
         )

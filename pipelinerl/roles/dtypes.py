@@ -32,7 +32,7 @@ class Dtypes:
 
     def coarsest(self, config: RunConfig) -> str:
         """Return the least precise format that weights have on their way to an engine, as a key of `TOLERANCES`."""
-        trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
+        trainer = "float32" if config.trainer.passes_in is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)
 
@@ -71,11 +71,11 @@ def dtypes_of(config: RunConfig) -> Dtypes:
             f"{wire}, and the engine rounds it to engine.dtype {engine}; set"
             f" weights.dtype={engine} or engine.dtype={wire}"
         )
-    computes = WeightDType.FLOAT32 if config.trainer.precision is Precision.FP32 else WeightDType.BFLOAT16
+    computes = WeightDType.FLOAT32 if config.trainer.passes_in is Precision.FP32 else WeightDType.BFLOAT16
     if config.model.kernels is Kernels.BATCH_INVARIANT and {wire, engine} != {computes}:
         raise RecipeError(
             f"model.kernels=batch_invariant needs the same dtype in trainer and engine, got trainer.precision "
-            f"{config.trainer.precision}, weights.dtype {wire} and engine.dtype {engine}; set weights.dtype={computes} "
+            f"{config.trainer.passes_in}, weights.dtype {wire} and engine.dtype {engine}; set weights.dtype={computes} "
             f"and engine.dtype={computes}"
         )
     return Dtypes(model=model, wire=wire, engine=engine)

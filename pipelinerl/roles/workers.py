@@ -142,7 +142,7 @@ def _entropy_meter(config: RunConfig) -> EntropyMeter:
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     """Return the policy's `TrainerSpec` from the recipe."""
     return TrainerSpec(
-        **shared_values(config.trainer, TrainerSpec),
+        **{**shared_values(config.trainer, TrainerSpec), "precision": config.trainer.passes_in},
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,

@@ -5,6 +5,8 @@
     def score(completions, answer, **kwargs): …       the answers of a group at once, by the names in `OF_A_GROUP`:
                                                       each a list with one entry for each answer, as in TRL
 
+Any other name is a column of the data, from the problem's metadata, as in TRL. `**kwargs` gets all columns.
+
 A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. An exception,
 None, or an invalid value (no number, not finite, or above `MOST_REWARD`) gives a `verifier_error`, not a reward of 0.
 There is one special case, so that a model cannot learn to crash the function. If a synchronous function of one answer
@@ -104,6 +106,8 @@ OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     **{name: of_one for name, of_one in OF_ONE.items() if not name.startswith("completion") and name != "prompt"},
 }
 _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
+#: Names of the answers that a function judges; it has at least one of them.
+_ANSWER_NAMES: Final = _GROUP_NAMES | {"completion", "completion_text", "completion_ids", "token_ids"}
 
 
 class Of(Enum):
@@ -116,12 +120,16 @@ class Of(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function with the names of the arguments that it takes by position and by name."""
+    """A user's function with the names of the arguments that it takes by position and by name.
+
+    `columns` are names of the problem's metadata; None stands for all that have another name than the arguments.
+    """
 
     function: Callable[..., Any]
     of: Of
     by_place: tuple[str, ...]
     named: tuple[str, ...]
+    columns: tuple[str, ...] | None
     is_async: bool
 
     @classmethod
@@ -136,28 +144,44 @@ class RewardFunction:
         if of is Of.ONE and _by_place(placed):
             by_place = ("problem", "completion_text")
         rest = parameters[len(by_place) :]
-        if missing := lacking(rest, known):
+        columns = tuple(lacking(rest, known))
+        placeless = [each.name for each in rest if each.kind is each.POSITIONAL_ONLY]
+        if columns and (placeless or not (by_place or names & _ANSWER_NAMES)):
             raise RecipeError(
                 f"a reward function takes (problem, completion_text), or by name any of {', '.join(OF_ONE)}, or of a "
-                f"group any of {', '.join(OF_A_GROUP)}; got {', '.join(missing)}"
+                f"group any of {', '.join(OF_A_GROUP)}, and columns of the data; got {', '.join(columns)}"
             )
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
         named = tuple(name for name in accepted_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        return cls(function, of, by_place, named, call)
+        everything = any(each.kind is each.VAR_KEYWORD for each in rest)
+        return cls(function, of, by_place, named, None if everything else columns, call)
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
         """Call the function once for the group, or once per answer; return its results (awaitables if async)."""
+        columns = self._columns_of(problem)
         if self.of is Of.GROUP:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
-            return [self.function(**lists)]
+            return [self.function(**lists, **{name: [value] * len(answers) for name, value in columns.items()})]
         return [
             self.function(
                 *(OF_ONE[name](problem, answer) for name in self.by_place),
                 **{name: OF_ONE[name](problem, answer) for name in self.named},
+                **columns,
             )
             for answer in answers
         ]
+
+    def _columns_of(self, problem: Problem) -> dict[str, Any]:
+        given = problem.metadata
+        if self.columns is None:
+            return {name: value for name, value in given.items() if name not in (*self.by_place, *self.named)}
+        if missing := [name for name in self.columns if name not in given]:
+            raise RecipeError(
+                f"the reward function takes {', '.join(missing)}, and the problem's metadata has "
+                f"{', '.join(given) or 'no columns'}; name the columns in the source's metadata_fields"
+            )
+        return {name: given[name] for name in self.columns}
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:

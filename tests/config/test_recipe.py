@@ -61,7 +61,10 @@ def refusal(*overrides: str) -> str:
         ("optimizer.learning_rate=inf", "optimizer.learning_rate: Input should be a finite number"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: Input should be less than 1"),
         ("training.deadline_s=nan", "training.deadline_s: Input should be a finite number"),
-        ("trainer.precision=fp8", "trainer.precision: Input should be 'fp32' or 'bf16', got 'fp8'"),
+        (
+            "trainer.precision=fp8",
+            "trainer.precision: Input should be 'auto', or Input should be 'fp32' or 'bf16', got 'fp8'",
+        ),
         ("engine.device=npu", "engine.device: Input should be 'auto', 'cpu', 'cuda' or 'tpu', got 'npu'"),
         ("engine.weights=fp8", "engine.weights: Input should be 'native', 'int8' or 'int4', got 'fp8'"),
         ("staleness.preset=fast", "staleness.preset must be one of on_policy, one_step_off, pipeline, rlax"),

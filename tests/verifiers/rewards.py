@@ -106,5 +106,18 @@ class Judge:
         return Verdict(outcome=Outcome.CORRECT, reward=2.0) if completion_text else None
 
 
-def asks_too_much(completion, weather):
+def asks_too_much(weather):
     return 0.0
+
+
+def by_column(completion, level):
+    return float(completion == "right" and level == 3)
+
+
+def of_a_group_by_column(completions, level, **kwargs):
+    assert "level" not in kwargs and set(kwargs) >= {"answer", "metadata"}
+    return [float(len(text) == each) for text, each in zip(completions, level, strict=True)]
+
+
+def by_missing_column(completion, solution):
+    return float(completion == solution)

@@ -63,6 +63,14 @@ async def test_group_reward_function_receives_lists_as_in_trl() -> None:
     )
 
 
+async def test_reward_functions_get_columns_of_the_data_by_name_as_in_trl() -> None:
+    assert in_short(await verdicts("by_column", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
+    assert [verdict.reward for verdict in await verdicts("of_a_group_by_column", "a", "abc")] == [0.0, 1.0]
+    (found,) = await verdicts("by_missing_column", "right")
+    assert found.outcome is Outcome.VERIFIER_ERROR
+    assert "takes solution, and the problem's metadata has level; name the columns" in found.reason
+
+
 async def test_answer_that_crashes_a_reward_function_is_wrong_if_the_function_accepts_the_ground_truth() -> None:
     found = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]

@@ -81,7 +81,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     is_cuda = config.trainer.device is Device.CUDA or (config.trainer.device is Device.AUTO and offers(Backend.NCCL))
     facts = AttentionFacts(
         device="cuda" if is_cuda else "cpu",
-        precision=config.trainer.precision,
+        precision=config.trainer.passes_in,
         capability=None,  # do not inspect this machine's GPU: the run may use another machine
         has_kernel=True,
         widths=HeadShapes.of(text_config(config.model.resolved)).widths,

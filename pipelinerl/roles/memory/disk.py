@@ -22,7 +22,7 @@ from pipelinerl.roles.memory.prediction import MemoryPrediction, fits, gib, on_a
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
 from trainer_contract.errors import SpecError
-from trainer_contract.types import WeightDType
+from trainer_contract.types import Precision, WeightDType
 
 #: Bytes for events, logs and the stream server's files, in a run of usual length.
 _BESIDE: Final = 256 * 2**20
@@ -97,7 +97,8 @@ def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path
 #: Fraction of the memory that the predicted processes may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Engine types that cast weights to `engine.dtype`; for these, float32 replaces `engine.dtype = "auto"` on a CPU.
+#: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
+#: `engine.dtype = "auto"` becomes float32 for these.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
@@ -112,7 +113,7 @@ def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunCo
     A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
     """
     try:
-        return _with_tokens(_with_dtype(config), {"all": host_memory()} if limits is None else limits)
+        return _with_tokens(_with_precision(_with_dtype(config)), {"all": host_memory()} if limits is None else limits)
     except (ModelError, RecipeError, SpecError):
         return config
 
@@ -126,6 +127,16 @@ def _with_dtype(config: RunConfig) -> RunConfig:
     if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
         return config
     return config.model_copy(update={"engine": section.model_copy(update={"dtype": WeightDType.FLOAT32})})
+
+
+def _with_precision(config: RunConfig) -> RunConfig:
+    section = config.trainer
+    if section.precision != "auto":
+        return config
+    is_fast = section.type in _CASTING and on_accelerator(section.device)
+    is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
+    precision = Precision.BF16 if is_half else Precision.FP32
+    return config.model_copy(update={"trainer": section.model_copy(update={"precision": precision})})
 
 
 def _with_tokens(config: RunConfig, limits: Mapping[str, int]) -> RunConfig:

@@ -157,7 +157,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     answer_share = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
         shape=shape,
-        precision=section.precision,
+        precision=section.passes_in,
         tokens=tokens,
         trained=max(1, int(tokens * answer_share)),
         checkpointing=section.gradient_checkpointing,

@@ -58,6 +58,23 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
     assert given.engine.dtype == "bfloat16", "the recipe's own word counts"
 
 
+@pytest.mark.parametrize(
+    ("device", "here", "dtype", "precision"),
+    [("cpu", True, "bfloat16", "fp32"), ("auto", False, "bfloat16", "fp32"), ("auto", True, "bfloat16", "bf16"),
+     ("cuda", False, "bfloat16", "bf16"), ("auto", True, "float32", "fp32")],
+)  # fmt: skip
+def test_trainer_of_a_bfloat16_model_computes_in_bf16_on_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: bool, dtype: str, precision: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(prediction, "has_accelerator", lambda: here)
+    config = recipe(f"model.path={directory(tmp_path / 'model', getattr(torch, dtype))}", f"trainer.device={device}")
+    assert config.trainer.precision == "auto" and settled(config).trainer.passes_in == precision
+    given = settled(config.model_copy(update={"trainer": config.trainer.model_copy(update={"precision": "fp32"})}))
+    assert given.trainer.passes_in == "fp32", "the recipe's own word counts"
+
+
 def test_accelerator_is_detected_by_its_device_file_unless_cuda_visible_devices_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

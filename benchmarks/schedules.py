@@ -305,6 +305,7 @@ def plot(path: Path = PICTURES / "schedules.png") -> Path:
         recorded(each.stem) for each in sorted(RESULTS.glob("schedules_*.json")) if not each.stem.endswith(_TRIALS)
     ]
     rows = [row for record in records for row in record]
+    rows.sort(key=lambda row: row["recipe"] != RECIPE)
     cells_of_rows = list(dict.fromkeys(row["cell"] for row in rows))
     colours = dict(zip([each.name for each in schedules()], _COLOURS, strict=True))
 
@@ -318,5 +319,7 @@ def plot(path: Path = PICTURES / "schedules.png") -> Path:
                 panel.fill_between(seconds, low, high, color=colours[name], alpha=0.12, linewidth=0)
             panel.set(title=cell, xlabel="seconds of training", ylabel="training reward")
             panel.legend(frameon=False, fontsize=8)
+        for panel in axes[len(cells_of_rows) :]:
+            panel.set_visible(False)
 
     return panels(path, draw, lines=-(-len(cells_of_rows) // 2))

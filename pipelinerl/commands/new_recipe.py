@@ -31,18 +31,25 @@ _HEAD: Final = FirstRows(rows=512, bytes=2**24)
 #: Learning rates of AdamW when all weights are trained: (largest model in millions of parameters, rate).
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
 _SMALLEST_RATE: Final = 1e-6
+#: The variable of chat templates (Qwen3's and others) that turns reasoning before the answer off.
+_NO_THINKING: Final = {"enable_thinking": False}
+_THINKING: Final = "chat_template_kwargs = { enable_thinking = false }  # true needs max_tokens of 1024 or more\n"
 _TEMPLATE: Final = Path(__file__).with_name("new_recipe.toml.txt")
 _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths in tokens: the longest prompt and reference answer, and the limits on an answer and on a sequence."""
+    """Lengths in tokens: the longest prompt and reference answer, and the limits on an answer and on a sequence.
+
+    `thinks` is True if the chat template can turn a model's reasoning off; the lengths are those of answers without it.
+    """
 
     prompt: int
     answer: int
     max_tokens: int
     context: int
+    thinks: bool
 
 
 def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:
@@ -103,13 +110,15 @@ def _is_conversation(prompt: str) -> bool:
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:
     tokenizer = ChatTokenizer.load(model)
-    prompts, answers = [], []
+    prompts, answers, thinks = [], [], False
     for number, row in enumerate(rows):
         try:
             draft = fields.draft(row)
         except RecipeError as error:
             raise UserError(f"{data} row {number}: {error}; fix the row, or name another field") from None
-        prompts.append(len(tokenizer.encode_chat(draft.messages)))
+        prompt = tokenizer.encode_chat(draft.messages, _NO_THINKING)
+        thinks = thinks or (number == 0 and prompt != tokenizer.encode_chat(draft.messages))
+        prompts.append(len(prompt))
         answers.append(len(tokenizer.encode(draft.ground_truth)))
     longest, answer = max(prompts), max(answers)
     twice_longest = min(1024, max(32, 16 * -(-2 * answer // 16)))
@@ -122,7 +131,8 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
         )
     max_tokens = min(twice_longest, room)
     context = min(int(positions), 16 * -(-(longest + max_tokens + 1) // 16))
-    return Lengths(prompt=longest, answer=answer, max_tokens=min(max_tokens, context - 1), context=context)
+    max_tokens = min(max_tokens, context - 1)
+    return Lengths(prompt=longest, answer=answer, max_tokens=max_tokens, context=context, thinks=thinks)
 
 
 def _held_out(fields: FieldMap, data: Path) -> int:
@@ -164,7 +174,8 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
         "rollouts": "32" if on_cpu else "128",
         "in_flight": "8" if on_cpu else "32",
         "slots": "32" if on_cpu else "128",
-        "k": "1" if on_cpu else "2",
+        "k": "1" if on_cpu else "8",
+        "thinking": _THINKING if lengths.thinks else "",
         "problems": str(min(64, held_out)),
         "threads": str(len(os.sched_getaffinity(0)) if on_cpu else 1),
     }

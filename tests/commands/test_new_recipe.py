@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipelinerl.cli import app
 from pipelinerl.commands.new_recipe import write_new
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import UserError
+from pipelinerl.models.tokenizer import ChatTokenizer
 
 MODEL = MODELS / "tiny_speller"
 
@@ -36,6 +38,20 @@ def test_new_recipe_passes_check_unchanged(tmp_path: Path) -> None:
     config = load(recipe)
     assert config.run.name == "mine" and config.domains[0].parameters["answer_field"] == "solution"
     assert config.engine.context_length > config.sampling.max_tokens >= 32
+
+
+def test_new_recipe_turns_reasoning_off_where_the_chat_template_has_a_switch(tmp_path: Path) -> None:
+    model = tmp_path / "thinker"
+    shutil.copytree(MODEL, model)
+    template = ChatTokenizer.load(model)._tokenizer.chat_template
+    switch = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    (model / "chat_template.jinja").write_text(template + switch)
+    data = rows(tmp_path / "words.jsonl")
+    plain = load(new(tmp_path / "plain", data))
+    thinker = load(write_new(tmp_path / "mine", model=model, data=data, prompt_field=None, answer_field=None))
+    assert dict(thinker.domains[0].chat_template_kwargs) == {"enable_thinking": False}
+    assert not plain.domains[0].chat_template_kwargs
+    assert thinker.engine.context_length > plain.engine.context_length, "the prompt ends with an empty thought"
 
 
 def test_reward_of_a_new_recipe_compares_values_and_not_spelling(tmp_path: Path) -> None:

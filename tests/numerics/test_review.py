@@ -74,7 +74,7 @@ def test_run_with_mismatch_within_bounds_gets_no_advice() -> None:
     [
         ({"numerics": {"p95": 0.02}}, "own version differ by 0.02 at P95", "head_precision"),
         ({"numerics": {"contradictions": 0.01}}, "1.0% of the responses", "token_ratio"),
-        ({"staleness": {"p95": 0.2}}, "older versions differ by 0.2 at P95", "smaller staleness.k"),
+        ({"staleness": {"p95": 0.2}}, "older versions differ by 0.2 at P95", "staleness.k below"),
         ({"cache": {"p95": 0.2}, "numerics": {"p95": 1e-6}}, "keys and values", "recompute_kv"),
         ({"ess": 0.4, "staleness": {}}, "effective sample size is 40%", "lower learning rate"),
         (

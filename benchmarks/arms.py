@@ -105,14 +105,17 @@ def measured(
     repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
-    """Return the figures of every job; first run those jobs that are not in the record yet.
+    """Return the figures of every job; first run those jobs that are not in the record yet. Runs of other arms,
+    seeds and cells stay recorded.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
         repeats: whether a run that other programs disturbed is repeated once.
-        summary: further entries of the record, computed from the runs so far.
+        summary: further entries of the record, computed from all runs in it.
     """
     known = [] if quick else recorded(benchmark)
+    places = {(job.arm, job.seed, job.cell) for job in jobs}
+    others = [each for each in known if (each["arm"], each["seed"], each["cell"]) not in places]
     rows: list[Figures] = []
     seconds: list[float] = []
     for number, job in enumerate(jobs):
@@ -127,7 +130,8 @@ def measured(
             row = ran if row is None else min(row, ran, key=lambda each: each["others"]) | {"repeated": True}
         rows.append(row)
         later = [each for each in known if any(job.key.items() <= each.items() for job in jobs[number + 1 :])]
-        write_record(benchmark, {**summary(rows), "runs": [*rows, *later]}, quick=quick)
+        runs = sorted([*rows, *later, *others], key=lambda each: int(each["seed"]))
+        write_record(benchmark, {**summary(runs), "runs": runs}, quick=quick)
     return rows
 
 

@@ -193,19 +193,21 @@ def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
     cells_of_runs = {row["cell"]: targets_of(row["recipe"]) for row in runs}
     for cell, target in [(cell, target) for cell, targets in cells_of_runs.items() for target in targets]:
         seconds = {
-            name: [row[f"seconds_to_{target}"] for row in rows]
+            name: {row["seed"]: row[f"seconds_to_{target}"] for row in rows}
             for name, rows in by_arm([row for row in runs if row["cell"] == cell]).items()
         }
-        whole = {name: times for name, times in seconds.items() if None not in times}
-        best = min(
-            (name for name in whole if name in _CONVENTIONAL), key=lambda name: median(whole[name]), default=None
-        )
-        if best is None:
+        whole = {name: times for name, times in seconds.items() if None not in times.values()}
+        conventional = {name: median(times.values()) for name, times in whole.items() if name in _CONVENTIONAL}
+        if not conventional:
             continue
-        found[f"{cell}, reward {target}"] = {"best conventional": best} | {
-            name: bootstrap_median([ours / theirs for ours, theirs in zip(times, whole[best], strict=False)]).as_dict()
+        best = min(conventional, key=lambda name: conventional[name])
+        paired = {
+            name: [at / whole[best][seed] for seed, at in times.items() if seed in whole[best]]
             for name, times in whole.items()
             if name not in _CONVENTIONAL
+        }
+        found[f"{cell}, reward {target}"] = {"best conventional": best} | {
+            name: bootstrap_median(ratios).as_dict() for name, ratios in paired.items() if ratios
         }
     return {"seconds_over_best_conventional": found}
 

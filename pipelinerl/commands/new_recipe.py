@@ -31,9 +31,11 @@ _HEAD: Final = FirstRows(rows=512, bytes=2**24)
 #: Learning rates of AdamW when all weights are trained: (largest model in millions of parameters, rate).
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
 _SMALLEST_RATE: Final = 1e-6
-#: The variable of chat templates (Qwen3's and others) that turns reasoning before the answer off.
+#: The variable of chat templates (Qwen3's and others) that turns reasoning before the answer off, and its line.
 _NO_THINKING: Final = {"enable_thinking": False}
-_THINKING: Final = "chat_template_kwargs = { enable_thinking = false }  # true needs max_tokens of 1024 or more\n"
+_NO_THINKING_LINE: Final = (
+    "chat_template_kwargs = { enable_thinking = false }  # true needs max_tokens of 1024 or more\n"
+)
 _TEMPLATE: Final = Path(__file__).with_name("new_recipe.toml.txt")
 _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
@@ -110,17 +112,17 @@ def _is_conversation(prompt: str) -> bool:
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:
     tokenizer = ChatTokenizer.load(model)
-    prompts, answers, thinks = [], [], False
+    chats, answers = [], []
     for number, row in enumerate(rows):
         try:
             draft = fields.draft(row)
         except RecipeError as error:
             raise UserError(f"{data} row {number}: {error}; fix the row, or name another field") from None
-        prompt = tokenizer.encode_chat(draft.messages, _NO_THINKING)
-        thinks = thinks or (number == 0 and prompt != tokenizer.encode_chat(draft.messages))
-        prompts.append(len(prompt))
+        chats.append(draft.messages)
         answers.append(len(tokenizer.encode(draft.ground_truth)))
-    longest, answer = max(prompts), max(answers)
+    prompts = [tokenizer.encode_chat(messages, _NO_THINKING) for messages in chats]
+    thinks = prompts[0] != tokenizer.encode_chat(chats[0])
+    longest, answer = max(map(len, prompts)), max(answers)
     twice_longest = min(1024, max(32, 16 * -(-2 * answer // 16)))
     positions = text_config(model).get("max_position_embeddings") or 1 << 20
     room = int(positions) - longest
@@ -175,7 +177,7 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
         "in_flight": "8" if on_cpu else "32",
         "slots": "32" if on_cpu else "128",
         "k": "1" if on_cpu else "8",
-        "thinking": _THINKING if lengths.thinks else "",
+        "thinking": _NO_THINKING_LINE if lengths.thinks else "",
         "problems": str(min(64, held_out)),
         "threads": str(len(os.sched_getaffinity(0)) if on_cpu else 1),
     }

@@ -177,7 +177,7 @@ def _predictions(
 
 @cache
 def _compiled_predictions() -> Callable[[Tensor, Tensor, Tensor | None, tuple[HeadMeasure, ...]], Tensor]:
-    # With so many logits in a row torch cannot use its online softmax, and would warn.
+    # The vocabulary is too large for torch's online softmax: without this option, torch warns that it does not use it.
     return torch.compile(_predictions, dynamic=True, options={"online_softmax": False})
 
 

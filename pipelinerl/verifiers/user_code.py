@@ -122,14 +122,16 @@ class Of(Enum):
 class RewardFunction:
     """A user's function with the names of the arguments that it takes by position and by name.
 
-    `columns` are names of the problem's metadata; None stands for all that have another name than the arguments.
+    `columns` are the names that it requires of the problem's metadata. If `takes_all`, it gets all other columns, too,
+    except those named as one of its arguments.
     """
 
     function: Callable[..., Any]
     of: Of
     by_place: tuple[str, ...]
     named: tuple[str, ...]
-    columns: tuple[str, ...] | None
+    columns: tuple[str, ...]
+    takes_all: bool
     is_async: bool
 
     @classmethod
@@ -154,8 +156,8 @@ class RewardFunction:
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
         named = tuple(name for name in accepted_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        everything = any(each.kind is each.VAR_KEYWORD for each in rest)
-        return cls(function, of, by_place, named, None if everything else columns, call)
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in rest)
+        return cls(function, of, by_place, named, columns, takes_all, call)
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
         """Call the function once for the group, or once per answer; return its results (awaitables if async)."""
@@ -174,14 +176,15 @@ class RewardFunction:
 
     def _columns_of(self, problem: Problem) -> dict[str, Any]:
         given = problem.metadata
-        if self.columns is None:
-            return {name: value for name, value in given.items() if name not in (*self.by_place, *self.named)}
         if missing := [name for name in self.columns if name not in given]:
             raise RecipeError(
                 f"the reward function takes {', '.join(missing)}, and the problem's metadata has "
                 f"{', '.join(given) or 'no columns'}; name the columns in the source's metadata_fields"
             )
-        return {name: given[name] for name in self.columns}
+        others = (
+            given.keys() - self.named - inspect.signature(self.function).parameters.keys() if self.takes_all else ()
+        )
+        return {name: given[name] for name in (*self.columns, *others)}
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:

@@ -25,11 +25,11 @@ def say(connection: socket.socket, data: bytes) -> None:
 
 def hear(connection: socket.socket) -> bytes:
     """Return all bytes that the server sends until it closes the connection."""
-    heard = b""
+    received = b""
     with suppress(ConnectionResetError):
         while piece := connection.recv(65536):
-            heard += piece
-    return heard
+            received += piece
+    return received
 
 
 def exchange(url: str, data: bytes) -> bytes:
@@ -39,12 +39,12 @@ def exchange(url: str, data: bytes) -> bytes:
         return hear(connection)
 
 
-def statuses(heard: bytes) -> list[int]:
-    """Return the status codes of all HTTP responses in `heard`, the received bytes."""
-    return [int(part[:3]) for part in heard.split(b"HTTP/1.1 ")[1:]]
+def statuses(received: bytes) -> list[int]:
+    """Return the status codes of all HTTP responses in the received bytes."""
+    return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]
 
 
-def code(heard: bytes) -> str:
-    """Return the error code in the body of the last HTTP response in `heard`, the received bytes."""
-    found: dict[str, Any] = json.loads(heard[heard.rindex(b'{"error"') :])
+def code(received: bytes) -> str:
+    """Return the error code in the body of the last HTTP response in the received bytes."""
+    found: dict[str, Any] = json.loads(received[received.rindex(b'{"error"') :])
     return str(found["error"]["code"])

@@ -10,6 +10,7 @@ from tests.architecture.rules import (
     classes_are_final_or_frozen,
     contracts_are_light,
     data_is_never_code,
+    except_star_raises_nothing,
     exceptions_are_named,
     files_are_short,
     functions_are_short,
@@ -106,6 +107,11 @@ RULES = (
             (ENGINE, "class FleetManager: ..."),
         ),
         keeps=((ENGINE, "class Fleet: ..."),),
+    ),
+    Rule(
+        except_star_raises_nothing,
+        breaks=((ENGINE, "try:\n    f()\nexcept* OSError as group:\n    raise group.exceptions[0] from None"),),
+        keeps=((ENGINE, "try:\n    f()\nexcept* OSError as group:\n    failures.append(group)"),),
     ),
     Rule(
         exceptions_are_named,

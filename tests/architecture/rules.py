@@ -224,6 +224,14 @@ def exceptions_are_named(module: Module) -> Problems:
             yield f"line {node.lineno}: name the exceptions"
 
 
+def except_star_raises_nothing(module: Module) -> Problems:
+    """No handler of `except*` raises an exception: before Python 3.11.4, it would arrive wrapped in a group."""
+    for node in ast.walk(module.tree):
+        for handler in node.handlers if isinstance(node, ast.TryStar) else ():
+            if any(isinstance(each, ast.Raise) for each in ast.walk(handler)):
+                yield f"line {handler.lineno}: catch the ExceptionGroup, split it and raise outside of `except*`"
+
+
 def modules_open_with_what_they_are(module: Module) -> Problems:
     """Every module has a docstring whose first line is a sentence."""
     text = ast.get_docstring(module.tree) or ""

@@ -62,8 +62,12 @@ class EngineTeacher:
                     starts = [*np.flatnonzero(batch.position_ids == 0).tolist(), batch.num_tokens]
                     for start, end in pairwise(starts):
                         segments.create_task(self._fill(column, batch, start, end, free))
-        except* EngineUnreachable as failed:
-            raise failed.exceptions[0] from None
+        # Do not use `except*` here: before Python 3.11.4, it wraps the errors raised inside it in a group.
+        except ExceptionGroup as several:
+            unreachable, others = several.split(EngineUnreachable)
+            if unreachable is None or others is not None:
+                raise
+            raise unreachable.exceptions[0] from None
         return columns
 
     async def _fill(self, column: Float32, batch: MicroBatch, start: int, end: int, free: asyncio.Semaphore) -> None:

@@ -48,6 +48,7 @@ def test_own_reward_example_matches_the_docs_page() -> None:
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
 
 
+@pytest.mark.slow  # tests/end_to_end/test_rlvr_run.py tests several domains faster
 def test_two_domains_example_trains(tmp_path: Path) -> None:
     """The run uses a bigram model; tests/end_to_end/ has runs with the shipped model."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"

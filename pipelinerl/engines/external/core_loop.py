@@ -118,7 +118,7 @@ class CoreModel:
         return self.staged
 
     def finish_staging(self) -> None:
-        """Do nothing: the core reads the bytes at the commit."""
+        """Do nothing: the core stages the bytes itself, see `EngineCore.stage`."""
 
 
 class EngineCore(Protocol):
@@ -146,6 +146,10 @@ class EngineCore(Protocol):
 
     async def resume(self) -> None:
         """Resume sampling after a pause."""
+        ...
+
+    async def stage(self) -> None:
+        """Bring the staged weights as close to the model as memory allows, while the core samples."""
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
@@ -483,6 +487,7 @@ class CoreLoop:
         answer.add_done_callback(unwanted)
 
     async def _swap(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+        await self._core.stage()
         async with self._turn:
             return await self._swap_paused(version=version, epoch=epoch, on_update=on_update)
 

@@ -33,6 +33,7 @@ class ScriptedCore:
 
     def __init__(self) -> None:
         self.begun: list[Sequence] = []
+        self.calls: list[str] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
         # called just before the core dies, in the same iteration of the event loop
@@ -62,14 +63,18 @@ class ScriptedCore:
         return news
 
     async def pause(self, on_update: OnUpdate) -> None:
+        self.calls.append("pause")
         while not self.may_pause.is_set():
             await asyncio.sleep(0.002)
 
     async def resume(self) -> None:
-        return None
+        self.calls.append("resume")
+
+    async def stage(self) -> None:
+        self.calls.append("stage")
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        return None
+        self.calls.append("load")
 
     async def forget_cache(self) -> None:
         return None
@@ -221,8 +226,14 @@ async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> 
         while not queued:
             await asyncio.sleep(0.002)
         assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)
-        assert queued[0].done(), "whoever waits for it would do so for ever"
+        assert queued[0].done(), "its caller would wait for ever"
         assert isinstance(queued[0].exception(), EngineStopped)
+
+
+async def test_commit_stages_the_weights_before_it_pauses_the_core() -> None:
+    async with world() as made:
+        await made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE)
+        assert made.core.calls == ["stage", "pause", "load", "resume"]
 
 
 async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds() -> None:

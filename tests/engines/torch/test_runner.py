@@ -376,13 +376,13 @@ def test_every_implementation_of_reading_the_paged_cache_gives_the_same_tokens(
         runner._cache.reading = reading
         short = [Row(_prompt(i, 5), noise_key=i) for i in range(6)]
         _start(runner, short)
-        _decode(runner, short, 4)
+        _decode(runner, short, 2)
         runner.release(range(6))
         common = _prompt(9, 40)
         rows = [Row(common, noise_key=i) for i in range(3)] + [Row(_prompt(i, 3 + 20 * i), noise_key=i) for i in (1, 2)]
         runner.prefill([Prefill(common[:-1], range(3)), *(Prefill(rows[i].prompt[:-1], [i]) for i in (3, 4))])
         runner.place([row.state(index) for index, row in enumerate(rows)])
-        _decode(runner, rows, 12)
+        _decode(runner, rows, 5)
         _agree(directories[name], [*short, *rows])
 
 

@@ -203,6 +203,9 @@ class ServerCore:
         """Resume sampling after a pause."""
         await self._api.resume()
 
+    async def stage(self) -> None:
+        """Do nothing: the server reads the shared memory when it loads the weights."""
+
     async def load_staged(self, epoch: int, version: int) -> None:
         """Load the staged weights into the server."""
         label = label_of(epoch, version)

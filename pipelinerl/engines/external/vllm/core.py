@@ -7,6 +7,7 @@ this project needs.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from functools import partial
@@ -38,8 +39,12 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
+log = logging.getLogger("pipelinerl")
+
 #: Seconds that the core's process has to end before it is killed; it has no state that must be saved.
 _CORE_ENDS_S: Final = 1.0
+#: Seconds between two questions whether the workers have copied the weights; 16 GB take 300 to 700 ms.
+_COPY_POLL_S: Final = 0.01
 
 #: The most tokens that vLLM processes in one step on a CPU, unless `context_length` is larger.
 _CPU_STEP: Final = 4096
@@ -68,6 +73,7 @@ class VllmCore:
         self._endpoints = endpoints
         self.staged = staged
         self.cache_bytes = 0
+        self._commits = 0
         self._spells_json = False
         self._unanswered = set[asyncio.Future[None]]()
 
@@ -104,9 +110,12 @@ class VllmCore:
             core = cls(client, staged.tensor, endpoints)
             endpoints.lend(staged)
             total = layout.num_bytes + widest
-            arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
-            sizes = await core._in_workers("pipelinerl_attach", *arguments)
-        core.cache_bytes = sum(sizes)
+            # With a memory share, other processes use the rest of the GPU.
+            may_copy = options.memory_share is None
+            arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path), may_copy)
+            workers = await core._in_workers("pipelinerl_attach", *arguments)
+        core.cache_bytes = sum(size for size, _ in workers)
+        log.info("weight updates load from %s", workers[0][1])
         core._spells_json = _spells_json(options.model_path)
         await client.set_weight_version_async(label_of(*UNTRAINED))
         return core
@@ -171,6 +180,12 @@ class VllmCore:
     async def resume(self) -> None:
         """Resume sampling after a pause."""
         await self._client.resume_scheduler_async()
+
+    async def stage(self) -> None:
+        """Have every worker copy the staged weights to its GPU, where they fit, while the core samples."""
+        self._commits += 1
+        while not all(await self._in_workers("pipelinerl_stage", self._commits)):
+            await asyncio.sleep(_COPY_POLL_S)
 
     async def load_staged(self, epoch: int, version: int) -> None:
         """Have every worker load the staged weights, which sample from the next step on; the core must be paused."""

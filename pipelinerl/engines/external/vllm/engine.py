@@ -4,7 +4,8 @@ It supports vLLM 0.32 with unquantized weights. Weights arrive in host memory th
 or by NCCL through the device of the first worker, which is the engine's endpoint in the weight group. `engine.devices`
 workers share the model by tensor parallelism, and share one copy of the bytes.
 
-Tests cover one and two workers on CPU. CUDA uses the same path except for the copy from the device, and is untested.
+Tests cover one and two workers on CPU. CUDA uses the same path except for the copies from and to the device, and is
+untested.
 """
 
 from __future__ import annotations

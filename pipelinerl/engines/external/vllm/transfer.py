@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
+from pipelinerl.engines.external.worker.torch_device_copy import pin, unpin
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 
 #: The backend's name on the command line, repeated in `server_api`: each module runs in a process that cannot import
@@ -41,6 +43,7 @@ class SharedTransfer:
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         self._model = model
+        self._on_gpu = torch.device(device).type == "cuda"
         self._staged: Any = None
         self._layout: WeightLayout | None = None
 
@@ -52,8 +55,11 @@ class SharedTransfer:
 
     def init_transfer_engine(self, share: Share) -> None:
         """Map the adapter's memory, and release memory that was mapped before."""
+        self.shutdown()
         self._layout = share.layout
         self._staged = attach(share.path, share.layout.num_bytes)
+        if self._on_gpu:
+            pin(self._staged)  # if CUDA does not accept it, updates are only slower
 
     def start_weight_update(self) -> None:
         """Do nothing: the bytes are already staged."""
@@ -72,6 +78,8 @@ class SharedTransfer:
 
     def shutdown(self) -> None:
         """Release the memory."""
+        if self._on_gpu and self._staged is not None:
+            unpin(self._staged)
         self._staged = self._layout = None
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layers
 
 from inference_contract.weights import WeightLayout
+from pipelinerl.engines.external.worker.torch_device_copy import DeviceCopy
 from pipelinerl.engines.external.worker.torch_endpoint import serve_endpoints
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 from pipelinerl.engines.torch.weights import parameters_in
@@ -49,29 +50,37 @@ class StagedWeights:
     rank: int
     device: torch.device
     model_runner: Any
-    _pipelinerl_staging: Tensor
+    _pipelinerl_copy: DeviceCopy
     _pipelinerl_layout: WeightLayout
 
-    def pipelinerl_attach(self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str) -> int:
-        """Map the staging buffer; return the size of this worker's cache of keys and values, in bytes.
+    def pipelinerl_attach(
+        self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str, may_copy: bool
+    ) -> tuple[int, str]:
+        """Map the staging buffer; return the bytes of this worker's cache, and the memory that commits read.
 
         Args:
             path: name of the shared bytes, of which there are `num_bytes`.
             layout: `WeightLayout` in JSON; it describes the first bytes.
             owner: id of the engine's process; this process ends when the owner ends, for any reason.
             endpoints: socket path at which the first worker connects to serve the endpoint in the weight group.
+            may_copy: whether a copy of the weights may take free memory of the GPU.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
-        self._pipelinerl_staging = attach(Path(path), num_bytes)
+        staged = attach(Path(path), num_bytes)
+        self._pipelinerl_copy = DeviceCopy(staged[: self._pipelinerl_layout.num_bytes], self.device, allowed=may_copy)
         if self.rank == 0:
-            serve_endpoints(Path(endpoints), self._pipelinerl_staging, self.device)
+            serve_endpoints(Path(endpoints), staged, self.device)
         caches: list[Tensor] = self.model_runner.kv_caches
-        return sum(cache.nbytes for cache in caches)
+        return sum(cache.nbytes for cache in caches), self._pipelinerl_copy.place
+
+    def pipelinerl_stage(self, commit: int) -> bool:
+        """Copy the staged weights to the GPU beside sampling, as `DeviceCopy.advance` does."""
+        return self._pipelinerl_copy.advance(commit)
 
     def pipelinerl_commit(self) -> None:
         """Load the staged weights into the parameters, in place. Raises as `load_into` does."""
-        load_into(self.model_runner.get_model(), self._pipelinerl_staging, self._pipelinerl_layout)
+        load_into(self.model_runner.get_model(), self._pipelinerl_copy.take(), self._pipelinerl_layout)
 
 
 def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:

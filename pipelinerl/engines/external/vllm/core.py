@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,7 +33,13 @@ from pipelinerl.engines.batching.model_runner import top_tokens
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
-from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of
+from pipelinerl.engines.external.vllm.limits import (
+    check_continued,
+    check_request,
+    sampling_of,
+    share_beside_copy,
+    structure_of,
+)
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
@@ -98,6 +105,11 @@ class VllmCore:
                 f"the installed vLLM runs on {current_platform.device_type}, the recipe sets {options.device}; "
                 "install the other build, or set engine.device=auto"
             )
+        may_copy = True
+        if options.memory_share is not None:
+            total = current_platform.get_device_total_memory()
+            share, may_copy = share_beside_copy(options.memory_share, total, layout.num_bytes)
+            options = replace(options, memory_share=share)
         try:
             config = _arguments(options, cache_bytes).create_engine_config()
             _check_heads(config.model_config.get_head_size(), options.model_path)
@@ -110,8 +122,6 @@ class VllmCore:
             core = cls(client, staged.tensor, endpoints)
             endpoints.lend(staged)
             total = layout.num_bytes + widest
-            # With a memory share, other processes use the rest of the GPU.
-            may_copy = options.memory_share is None
             arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path), may_copy)
             workers = await core._in_workers("pipelinerl_attach", *arguments)
         core.cache_bytes = sum(size for size, _ in workers)

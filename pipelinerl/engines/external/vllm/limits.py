@@ -115,6 +115,16 @@ def seed_of(sequence: Sequence) -> int:
     return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key
 
 
+def share_beside_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:
+    """Return the share of the device that vLLM gets, and whether the rest of `share` is a second copy of the weights.
+
+    Without room for three times the weights, the copy would take too much of the cache, so there is none.
+    """
+    if share * device_bytes < 3 * weight_bytes:
+        return share, False
+    return share - weight_bytes / device_bytes, True
+
+
 # --- engine.options ---------------------------------------------------------------------------------------------------
 #
 # `engine.options` are fields of vLLM's `AsyncEngineArgs`. Only `check_fields` imports vLLM, because vLLM reads the

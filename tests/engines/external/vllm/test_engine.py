@@ -27,7 +27,12 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options, slow_here
-from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_experts_on_gpu, check_request
+from pipelinerl.engines.external.vllm.limits import (
+    check_experts_on_cpu,
+    check_experts_on_gpu,
+    check_request,
+    share_beside_copy,
+)
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -165,6 +170,16 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
     )
     with pytest.raises(RecipeError, match=says):
         from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "share", "copies"),
+    [pytest.param(16, 0.7, True, id="room"), pytest.param(25, 0.9, False, id="too large for a copy")],
+)
+def test_second_copy_of_the_weights_is_part_of_the_memory_share_if_it_fits(
+    weight_bytes: int, share: float, copies: bool
+) -> None:
+    assert share_beside_copy(0.9, 80, weight_bytes) == (pytest.approx(share), copies)
 
 
 @pytest.mark.parametrize("experts", [0, 4])

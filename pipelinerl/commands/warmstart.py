@@ -11,16 +11,21 @@ exactly right. If it has several domains, skill is the mean reward of sampled an
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, Final, final
 
 from pipelinerl import rng
-from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.recipe import RunConfig, save
 from pipelinerl.data.problems import Split
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
@@ -43,7 +48,9 @@ from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import demonstrated_problems, problems_of
 from pipelinerl.roles.workers import opened_policy
+from pipelinerl.system import tied_process
 from pipelinerl.system.files import sync
+from pipelinerl.system.machine import free_ports
 from pipelinerl.training.checkpoints.checkpoint import copy_model_files
 from pipelinerl.training.checkpoints.manifest import write_weights
 from pipelinerl.training.rollouts.demonstrations import demonstration, imitated
@@ -115,7 +122,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
         shape=config.optimizer.schedule,
         final_fraction=config.optimizer.final_fraction,
     )
-    trainer = opened_policy(config)
+    trainer = opened_policy(_with_ranks(config))
     try:
         before = _loss(trainer, held_out, config.trainer.token_budget)
         say(f"validation loss {before:.4f} nats per token before the first step")
@@ -135,6 +142,31 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
     finally:
         trainer.close()
     say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {options.steps} steps")
+
+
+def _with_ranks(config: RunConfig) -> RunConfig:
+    """Start the trainer's ranks above 0 on this machine; return the recipe, completed by their meeting point.
+
+    Rank 0 ends the ranks when this process exits. If this process is killed, the kernel ends them.
+    """
+    count = config.trainer_processes
+    if count == 1:
+        return config
+    (port,), folder = free_ports(1), TemporaryDirectory()
+    options = {**config.trainer.options, "distributed": {"coordinator": f"127.0.0.1:{port}"}}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"options": options})})
+    save(config, recipe := Path(folder.name) / "recipe.toml")
+    tie = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--"]
+    start = [*tie, sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--recipe", str(recipe), "--rank"]
+    ranks = [subprocess.Popen([*start, str(rank)]) for rank in range(1, count)]
+
+    def reap() -> None:
+        for rank in ranks:
+            rank.wait()
+        folder.cleanup()
+
+    atexit.register(reap)  # runs after rank 0's own function, which is registered later
+    return config
 
 
 def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -> float:

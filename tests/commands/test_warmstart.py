@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.losses import policy_loss
 from pipelinerl.objective.streams import CROSS_ENTROPY
+from tests.fakes.live_run import CLI
 
 
 def options(**changes: object) -> WarmStartOptions:
@@ -44,6 +46,16 @@ def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: P
     assert f"{after:.4f} before" in said[-1], "the saved model is the trained one"
     names = {file.name for file in config.model.resolved.iterdir()}
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
+
+
+@pytest.mark.slow  # three processes import torch; tests/trainers/torch/test_mesh.py tests such trainers faster
+def test_fine_tuning_on_two_processes_equals_fine_tuning_on_one(tmp_path: Path) -> None:
+    losses = []
+    for name, overrides in (("one", []), ("two", ["trainer.options.mesh.dp_shard=2"])):
+        words = [*CLI, "sft", "tiny", str(tmp_path / name), "optimizer.warmup_steps=0", *overrides]
+        done = subprocess.run([*words, "--steps=2", "--demonstrations=8"], capture_output=True, text=True, check=True)
+        losses.append(float(re.findall(r"([\d.]+) after 2 steps", done.stdout)[0]))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
 def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens() -> None:

@@ -54,6 +54,19 @@ def kind_of(event: Event) -> str:
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
 
+def number(fields: Mapping[str, Any], name: str) -> float | None:
+    """Return the field `name` as a float; None unless it is a finite number."""
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -1e300 < value < 1e300:
+        return None
+    return float(value)
+
+
+def amount(fields: Mapping[str, Any], name: str) -> float:
+    """Return the field `name` as a float; 0 unless it is a finite number."""
+    return number(fields, name) or 0.0
+
+
 @final
 class EventLog:
     """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""

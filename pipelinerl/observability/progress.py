@@ -30,6 +30,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     format_duration,
+    format_milliseconds,
     restarts_line,
 )
 
@@ -128,7 +129,7 @@ def line(status: RunStatus) -> str:
         *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
         f"staleness {status.last_step.staleness_mean:.1f} (max {status.last_step.staleness_max})",
-        f"pause {_milliseconds(status.fleet.update_pause_s)}",
+        f"pause {format_milliseconds(status.fleet.update_pause_s)}",
         f"engines {status.fleet.occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
     ]
@@ -205,7 +206,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("held-out", held_out),
         ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
         ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),
-        ("update pause", _milliseconds(status.fleet.update_pause_s)),
+        ("update pause", format_milliseconds(status.fleet.update_pause_s)),
         ("engines", f"{status.fleet.occupancy:.0%} busy"),
         ("entropy", entropy + ("" if step.exact_entropy is None else f", exact {step.exact_entropy:.3f}")),
         ("length", _length(step.length_mean, step.truncated)),
@@ -263,7 +264,9 @@ def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
     )
     cells = [(label, format(figures[name], form)) for label, name, form in forms if name in figures]
     if "verifier_s" in figures:
-        cells.append(("verifier", f"{_milliseconds(figures['verifier_s'])}, {figures['verifier_errors']:.0f} errors"))
+        cells.append(
+            ("verifier", f"{format_milliseconds(figures['verifier_s'])}, {figures['verifier_errors']:.0f} errors")
+        )
     parts = [(name.removeprefix("reward."), f"{value:.3f}") for name, value in figures.items() if "reward." in name]
     return [*cells, *parts]
 
@@ -322,10 +325,6 @@ def _evaluating(evaluating: EvaluatingStatus) -> str:
     again = f", {evaluating.discarded} answers of other versions discarded" if evaluating.discarded else ""
     sets = f" ({', '.join(evaluating.sets)})" if len(evaluating.sets) > 1 else ""
     return f"evaluating v{evaluating.model_version}{where}{sets}: {evaluating.answered}/{evaluating.problems}{again}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _eta(status: RunStatus) -> str:

@@ -241,7 +241,8 @@ def _there(devices: Devices) -> str:
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
     """Return each process's share of its devices' memory: the recipe's share, or a part of what the others leave."""
-    requested = {name: _requested_share(config, name) for name in indices}
+    sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
+    requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)
     for index in range(len(devices)):
         here = [name for name in indices if index in indices[name]]
@@ -250,10 +251,6 @@ def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: 
                 before = shares[name]
                 shares[name] = share if before is None else min(before, share)
     return shares
-
-
-def _requested_share(config: RunConfig, name: str) -> float | None:
-    return config.trainer.memory_share if name == TRAINER else config.engine.memory_share
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:

@@ -143,15 +143,9 @@ function Progress({ facts }) {
 }
 
 function Heard({ state, over }) {
-  const said =
-    state === "open"
-      ? over
-        ? "connected"
-        : "● live"
-      : state === "opening"
-        ? "connecting…"
-        : "connection lost: reconnecting";
-  const look = state === "open" ? "plain" : state === "opening" ? "plain" : "bad";
+  const known = { open: over ? "connected" : "● live", opening: "connecting…" };
+  const said = known[state] ?? "connection lost: reconnecting";
+  const look = state in known ? "plain" : "bad";
   return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${said}</span>`;
 }
 

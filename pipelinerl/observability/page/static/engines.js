@@ -88,20 +88,19 @@ function Engine({ engine, types, able, order }) {
   const [sure, setSure] = useState("");
   const [type, setType] = useState(engine.type || types[0]);
   const name = engine.name || engine.url;
-  const named = engine.name || engine.url;
   const shown = engine.left_as_planned ? "left" : engine.state;
   const actions = {
     drain: [
       "Drain",
       `Finish the requests of ${name}, then remove it?`,
-      () => order("drain", { engine: named }, `${name} is draining`),
+      () => order("drain", { engine: name }, `${name} is draining`),
     ],
     swap: [
       "Swap",
       `Replace ${name} by an engine of type ${type}?`,
-      () => order("swap", { engine: named, type }, `Replacing ${name}`),
+      () => order("swap", { engine: name, type }, `Replacing ${name}`),
     ],
-    remove: ["Remove", `Remove ${name} at once?`, () => order("remove", { engine: named }, `${name} was removed`)],
+    remove: ["Remove", `Remove ${name} at once?`, () => order("remove", { engine: name }, `${name} was removed`)],
   };
   const yes = () => {
     actions[sure][2]();

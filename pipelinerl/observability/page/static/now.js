@@ -1,10 +1,10 @@
 // Now: the run's current state. Rewards and accuracies with their intervals, staleness, waits, alarms, and every measure
 // over the steps.
-import { Bars, Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
+import { Bars, Chart, Smoothing, sharedWindow, smoothLines, zoomed } from "./charts.js";
 import { clock, duration, measureOf, number, percent, words } from "./format.js";
 import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
-import { html, useEffect, useMemo, useRef, useState } from "./view.js";
+import { html, Table, useEffect, useMemo, useRef, useState } from "./view.js";
 
 // Maximum rows of a chart; in longer runs each row covers several steps.
 const ROWS = 1000;
@@ -282,10 +282,7 @@ function ZoomButtons({ shared, all }) {
   const press = (factor) => {
     const now = shared.range ?? all;
     const [low, high] = [Math.max(all[0], now[0]), Math.min(all[1], now[1])];
-    const span = Math.max(4, (high - low) * factor);
-    const middle = (low + high) / 2;
-    const start = Math.min(Math.max(all[0], middle - span / 2), Math.max(all[0], all[1] - span));
-    shared.set(span >= all[1] - all[0] ? null : [start, start + span]);
+    shared.set(zoomed([low, high], factor, (low + high) / 2, all));
   };
   return html`<span class="row" role="group" aria-label="Zoom">
     <button type="button" aria-label="Zoom in" onClick=${() => press(0.5)}>+</button>
@@ -308,15 +305,11 @@ function Environments({ state, wide }) {
     rows.length > 0 &&
     html`<section class="card"><h2>Environments</h2>
       <p class="soft">Per episode, and calls in all, of the last ${wide} steps.</p>
-      <div class="scroll" tabindex="0" role="region" aria-label="Environments"><table><thead><tr>
-        <th scope="col">domain</th>${figures.map(
-          ([name]) => html`<th class="number" scope="col" key=${name}>${name}</th>`,
-        )}</tr></thead>
-      <tbody>${rows.map(
+      <${Table} label="Environments" head=${["domain"]} numbers=${figures.map(([name]) => name)}>${rows.map(
         (row) => html`<tr key=${row.name}><td>${row.name}</td>${figures.map(
           ([name, shown]) => html`<td class="number" key=${name}>${shown(row)}</td>`,
         )}</tr>`,
-      )}</tbody></table></div></section>`
+      )}</></section>`
   );
 }
 
@@ -389,13 +382,10 @@ function Shares({ state }) {
     }</section>
     <section class="card"><h2>Trainer − sampler, by cause</h2>${
       mismatch.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Mismatch by cause"><table><thead><tr>
-          <th scope="col">cause</th><th class="number" scope="col">tokens</th>
-      <th class="number" scope="col">P95</th>
-        <th class="number" scope="col">max</th></tr></thead><tbody>${mismatch.map(
-        (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
+        ? html`<${Table} label="Mismatch by cause" head=${["cause"]} numbers=${["tokens", "P95", "max"]}>${mismatch.map(
+            (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
       <td class="number">${percent(each.share)}</td><td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
-      )}</tbody></table></div>`
+          )}</>`
         : html`<p class="none">Not measured yet.</p>`
     }</section></div>`;
 }
@@ -403,10 +393,10 @@ function Shares({ state }) {
 function Incidents({ incidents }) {
   return html`<section class="card"><h2>Incidents</h2>${
     incidents.length
-      ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
-        <th scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
-    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
-      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
+      ? html`<${Table} label="Incidents" look="scroll long" head=${["time", "event", "details"]}>${incidents.map(
+          (each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
+      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`,
+        )}</>`
       : html`<p class="none">No incidents yet.</p>`
   }</section>`;
 }

@@ -4,7 +4,6 @@ import { useAnswer } from "./live.js";
 import { link, settle } from "./route.js";
 import { html, useMemo, useState } from "./view.js";
 
-const NUMERIC = ["numerics", "staleness", "cache"];
 const SHADES = { numerics: "plus", staleness: "minus", cache: "other" };
 const DELTAS = [1e-5, 1e-3, 1e-2, 1e-1];
 const NATS = [0.05, 0.5, 1, 2];
@@ -29,7 +28,7 @@ const SHOWS = {
       return size ? `${SHADES[all.cause?.[at]] ?? "plus"}${size}` : "";
     },
     keys: () =>
-      NUMERIC.flatMap((cause) =>
+      Object.keys(SHADES).flatMap((cause) =>
         DELTAS.map((edge, index) => [
           `${SHADES[cause]}${index + 1}`,
           index ? `≥ ${edge}` : `${cause} ≥ ${number(edge, 1)}`,
@@ -57,8 +56,6 @@ const SHOWS = {
       return size ? `other${size}` : "";
     },
     keys: () => NATS.map((edge, index) => [`other${index + 1}`, `≥ ${edge} nats`]),
-    absent:
-      "Entropy was not measured here: it covers some answers of every figures.exact_entropy_interval-th step.",
   },
   mask: {
     title: "mask",
@@ -69,7 +66,6 @@ const SHOWS = {
     ],
   },
 };
-const COLUMNS = { version: "version", delta: "delta", advantage: "advantage", entropy: "entropy", mask: "mask" };
 
 export function Tokens({ run, rest, query }) {
   const [id, sample] = rest;
@@ -89,12 +85,12 @@ export function Tokens({ run, rest, query }) {
       class="soft">step ${number(all.step)}, ${number(all.count)} tokens${all.left_out ? `, ${number(all.left_out)} of them omitted after token ${number(all.left_out_at)}` : ""}</span></h2>
     <div class="row" role="group" aria-label="Coloured by">${Object.entries(SHOWS).map(
       ([name, show]) => html`<button type="button" key=${name} aria-pressed=${name === by ? "true" : "false"}
-        disabled=${all[COLUMNS[name]] === null || all[COLUMNS[name]] === undefined}
+        disabled=${all[name] === null || all[name] === undefined}
           onClick=${() => settle({ by: name })}>${show.title}</button>`,
     )}
       <button type="button" aria-pressed=${table ? "true" : "false"}
         onClick=${() => settle({ as: table ? "" : "table" })}>table</button></div>
-    ${all.entropy ? "" : html`<p class="soft">${SHOWS.entropy.absent}</p>`}
+    ${all.entropy ? "" : html`<p class="soft">Entropy was not measured here: it covers some answers of every figures.exact_entropy_interval-th step.</p>`}
     <${Sequence} all=${all} by=${by} table=${table} /></section></div>`;
 }
 

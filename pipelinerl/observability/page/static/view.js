@@ -33,4 +33,13 @@ function visibleElement(type, props, ...children) {
 }
 
 export const html = templates(visibleElement);
+
+// A table that scrolls in its box: columns titled `head`, then columns of numbers; the children are its rows.
+export function Table({ label, look = "scroll", head, numbers = [], children }) {
+  return html`<div class=${look} tabindex="0" role="region" aria-label=${label}><table><thead><tr>
+    ${head.map((title) => html`<th scope="col">${title}</th>`)}
+    ${numbers.map((title) => html`<th class="number" scope="col">${title}</th>`)}</tr></thead>
+    <tbody>${children}</tbody></table></div>`;
+}
+
 export { render, useEffect, useMemo, useRef, useState };

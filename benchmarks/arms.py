@@ -7,7 +7,6 @@ run. `table` prints one row for each arm, with the mean and the range over its s
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.measure import RESULTS, write_record
+from benchmarks.measure import read_record, write_record
 from benchmarks.processes import python
 from benchmarks.trl_arm import held_out_accuracy, judge_of
 from pipelinerl.config.recipe import RunConfig, load
@@ -158,8 +157,7 @@ def _busy_s() -> float:
 
 def recorded(benchmark: str) -> list[Figures]:
     """Return the figures of each run in a benchmark's record; empty if there is no record."""
-    path = RESULTS / f"{benchmark}.json"
-    return json.loads(path.read_text())["runs"] if path.exists() else []
+    return read_record(benchmark).get("runs", [])
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:

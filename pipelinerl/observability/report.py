@@ -353,15 +353,7 @@ DOMAIN_HEAD: Final = (
 )
 
 
-EPISODE_HEAD: Final = (
-    "last steps",
-    "turns",
-    "segments",
-    "seconds outside the model",
-    "calls",
-    "failed",
-    "malformed",
-)
+EPISODE_HEAD: Final = ("last steps", "turns", "segments", "seconds outside the model", "calls", "failed", "malformed")
 
 
 def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:

@@ -94,7 +94,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
     values(Job("a", 0, "tiny", ("x=2",)))
     assert trained == ["a0('x=1',)", "a1('x=1',)", "a0('x=2',)"]
     kept = [(row["seed"], row["changes"]) for row in json.loads(path.read_text())["runs"]]
-    assert kept == [(0, ["x=2"]), (1, ["x=1"])], "another seed stays, and an earlier run of the same arm and seed goes"
+    assert kept == [(0, ["x=2"]), (1, ["x=1"])], "a run replaces the earlier run of its arm and seed only"
 
 
 def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(

@@ -94,7 +94,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
 def test_launcher_starts_no_parameter_servers_if_the_recipe_names_running_ones() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
-    assert "--set" not in spec_of(_plan(config), "trainer").argv, "the recipe names them"
+    assert "--set" not in spec_of(_plan(config), "trainer").argv, "the trainer reads the URLs from the recipe"
 
 
 def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() -> None:
@@ -104,8 +104,8 @@ def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() ->
     assert "redis" not in [spec.name for spec in made.specs]
     assert spec_of(made, "controller").after == ()
     for spec in made.specs:
-        assert "--redis-url" not in spec.argv, "the recipe says it"
-        assert "s3cret" not in f"{spec.argv} {spec.env}", "everybody may read command lines"
+        assert "--redis-url" not in spec.argv, "processes read the URL from the recipe"
+        assert "s3cret" not in f"{spec.argv} {spec.env}", "command lines are public, so they hold no password"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
         assert spec.argv[spec.argv.index("--set") + 1] == meeting
         assert (spec.cpu, spec.on_exit) == (None, OnExit.DONE)
         assert rank == 0 or spec.argv[4:8] == ("--recipe", "/runs/x/recipe.toml", "--rank", str(rank))
-    assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "it ends them"
+    assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "rank 0 ends the others"
 
 
 def test_trainer_is_no_process_group_if_it_is_one_process_or_its_other_ranks_are_started_elsewhere() -> None:
@@ -166,4 +166,4 @@ def test_process_for_trackers_is_optional_and_stops_after_the_controller() -> No
     tracker = spec_of(made, "tracker")
     assert (tracker.on_exit, tracker.after, tracker.health) == (OnExit.SPARE, ("controller",), None)
     assert tracker.stop_order > spec_of(made, "controller").stop_order
-    assert not any("tracker" in spec.after for spec in made.specs), "nobody waits for it"
+    assert not any("tracker" in spec.after for spec in made.specs), "no process waits for the tracker"

@@ -114,7 +114,7 @@ def _kept_and_written(place: Path, path: Path) -> None:
         began = time.monotonic()
         for step in range(1, 400):
             log.write("step", step=step, text="x" * 50)
-        assert time.monotonic() - began < SOON_S, "nobody waits"
+        assert time.monotonic() - began < SOON_S, "writing to a full disk does not block"
         kept = len(read_events(path))
         assert 0 < kept < 400 and not path.read_bytes().endswith(b"\n"), "the disk is full in the middle of a line"
         assert log.count_recent(step=0) == log.count_recent(step=399) == 1
@@ -166,10 +166,10 @@ def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_rais
 def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path)
-    assert follower.new() == [], "there is no log yet"
+    assert follower.new() == [], "a missing log has no events"
     path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n{"ki')
     assert [event["kind"] for event in follower.new()] == ["a", "b"]
-    assert follower.offset == 26 and follower.new() == [], "a torn tail is no record"
+    assert follower.offset == 26 and follower.new() == [], "an incomplete last line is not read"
     with path.open("ab") as file:
         file.write(b'nd":"c"}\n')
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]

@@ -83,7 +83,7 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
         assert told in text, told
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
-    assert "decision" not in text, "the journal's number tells a reader nothing"
+    assert "decision" not in text, "the number of a decision is left out"
 
 
 def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> None:
@@ -285,17 +285,17 @@ def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe(
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
     edited = tell([*of_two_sets(), of_two_sets()[-1] | {"name": "new", "model_version": 25, "place": 0}])
-    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first of the recipe as it is now"
+    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first set of the current recipe comes first"
     alone = tell([event for event in of_two_sets() if event.get("name") != "<aime>"])
     assert (history.first_accuracy, history.last_evaluation) == (alone.first_accuracy, alone.last_evaluation)
-    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "the one between is not its last"
+    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "first and last accuracy"
     page = render(history, "")
     text = " ".join(Page(page).text)
     assert "Held-out accuracy by set" in text and "pass@k, math" in text and "pass@k, <aime>" not in text
     assert page.count("<h3>&lt;aime&gt;</h3>") == 1 and "6.2% to 25.0%" in text
     rows = dict(summary_rows(history))
     assert rows["<aime>"] == "12.5% → 12.5%"
-    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "one set is in the curve above"
+    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "a single set has no own chart"
 
 
 def step(number: int, *updates: dict[str, float]) -> dict[str, Any]:
@@ -406,8 +406,8 @@ def test_hostile_sample_text_is_escaped_in_the_report() -> None:
     page = samples_section([evil, filtered])
     elements = Elements(page)
     assert set(elements.tags) == {"h3", "details", "summary", "dl", "dt", "dd"}
-    assert page.count("</details>") == page.count("<details"), "none is closed from within"
-    assert "<script>alert(1)</script>" in elements.text, "and it can be read"
+    assert page.count("</details>") == page.count("<details"), "hostile text closes no element"
+    assert "<script>alert(1)</script>" in elements.text, "the escaped text stays readable"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
     page.encode()
 

@@ -62,7 +62,7 @@ def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
         read_members(tmp_path)
     (folder_of(tmp_path) / "launch.json").write_text("{")
-    assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
+    assert read_launch(tmp_path) is None, "the file may appear late on a shared file system"
 
 
 def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path:
     others.read(101.0)
     others.read(101.0 + SILENCE_S)
     assert others.up(101.0 + SILENCE_S) == {"b"}
-    assert others.up(101.5 + SILENCE_S) == frozenset(), "it has not changed since"
+    assert others.up(101.5 + SILENCE_S) == frozenset(), "the record has not changed since"
     node.tell(NodeState.UP)
     others.read(200.0)
     assert others.up(200.0) == {"b"}

@@ -3,7 +3,7 @@
 const LOST = "the server of this page does not answer; retrying automatically";
 const NO_KEY = "This browser has no key: open the link that `pipelinerl watch` printed.";
 
-export class Refused extends Error {
+class Refused extends Error {
   constructor(status, message, code) {
     super(message);
     this.status = status;

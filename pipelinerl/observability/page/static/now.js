@@ -24,6 +24,9 @@ const CHARTS = [
   ["Learning rate", ["learning_rate"]],
 ];
 
+const DOMAIN_NUMBERS = ["rollouts", "length", "truncated", "all correct", "all wrong", "stale", "verifier"];
+const DOMAIN_HEAD = ["domain", "rollouts", "reward", "accuracy", ...DOMAIN_NUMBERS.slice(1)];
+
 export function Now({ run, facts, query, refresh }) {
   const wide = query.window ?? "20";
   const shown = shownFigures(facts, query);
@@ -301,11 +304,12 @@ function Environments({ state, wide }) {
     ["failed calls", (row) => number(row.tool_errors)],
     ["malformed calls", (row) => number(row.calls_malformed)],
   ];
+  const names = figures.map(([name]) => name);
   return (
     rows.length > 0 &&
     html`<section class="card"><h2>Environments</h2>
       <p class="soft">Per episode, and calls in all, of the last ${wide} steps.</p>
-      <${Table} label="Environments" head=${["domain"]} numbers=${figures.map(([name]) => name)}>${rows.map(
+      <${Table} label="Environments" head=${["domain", ...names]} numbers=${names}>${rows.map(
         (row) => html`<tr key=${row.name}><td>${row.name}</td>${figures.map(
           ([name, shown]) => html`<td class="number" key=${name}>${shown(row)}</td>`,
         )}</tr>`,
@@ -320,13 +324,7 @@ function Domains({ state, wide }) {
         onChange=${(event) => settle({ window: event.target.value })} /> steps</label></div>
     ${
       rows.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Domains and tags"><table><thead><tr>
-          <th scope="col">domain</th>
-      <th class="number" scope="col">rollouts</th><th scope="col">reward</th><th scope="col">accuracy</th>
-        <th class="number" scope="col">length</th><th class="number" scope="col">truncated</th>
-      <th class="number" scope="col">all correct</th><th class="number" scope="col">all wrong</th>
-        <th class="number" scope="col">stale</th><th class="number" scope="col">verifier</th></tr></thead>
-      <tbody>${rows.map(
+        ? html`<${Table} label="Domains and tags" head=${DOMAIN_HEAD} numbers=${DOMAIN_NUMBERS}>${rows.map(
         (
           row,
         ) => html`<tr key=${`${row.tag}/${row.name}`}><td>${row.tag ? html`<span
@@ -340,7 +338,7 @@ function Domains({ state, wide }) {
           <td class="number">${percent(row.all_right)}</td>
         <td class="number">${percent(row.all_wrong)}</td><td class="number">${percent(row.stale)}</td>
           <td class="number">${duration(row.verifier_s)}</td></tr>`,
-      )}</tbody></table></div>`
+      )}</>`
         : html`<p class="none">Nothing has been trained yet.</p>`
     }</section>`;
 }
@@ -382,7 +380,7 @@ function Shares({ state }) {
     }</section>
     <section class="card"><h2>Trainer − sampler, by cause</h2>${
       mismatch.length
-        ? html`<${Table} label="Mismatch by cause" head=${["cause"]} numbers=${["tokens", "P95", "max"]}>${mismatch.map(
+        ? html`<${Table} label="Mismatch by cause" head=${["cause", "tokens", "P95", "max"]} numbers=${["tokens", "P95", "max"]}>${mismatch.map(
             (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
       <td class="number">${percent(each.share)}</td><td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
           )}</>`

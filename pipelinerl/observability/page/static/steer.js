@@ -4,7 +4,7 @@ import { send } from "./api.js";
 import { Engines } from "./engines.js";
 import { anything, clock, number, words } from "./format.js";
 import { useAnswer } from "./live.js";
-import { html, useEffect, useState } from "./view.js";
+import { html, Table, useEffect, useState } from "./view.js";
 
 const CHECK_AFTER_MS = 200;
 const TICKS = 400;
@@ -182,17 +182,14 @@ function Knob({ knob, text, why, able, set }) {
 function Log({ log }) {
   return html`<section class="card"><h2>Knob changes</h2>${
     log.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Changes of knobs"><table>
-    <thead><tr><th scope="col">time</th><th class="number" scope="col">step</th><th scope="col">by</th>
-      <th scope="col">change</th></tr></thead>
-    <tbody>${[...log].reverse().map(
+      ? html`<${Table} label="Changes of knobs" head=${["time", "step", "by", "change"]} numbers=${["step"]}>${[...log].reverse().map(
       (
         each,
         index,
       ) => html`<tr key=${log.length - index}><td>${clock(each.time)}</td><td class="number">${number(each.step)}</td>
       <td>${each.who}</td><td>${anything(each.changes)}${each.live === false && html` <span
         class="soft">(the recipe was edited)</span>`}</td></tr>`,
-    )}</tbody></table></div>`
+    )}</>`
       : html`<p class="none">No knobs were changed.</p>`
   }</section>`;
 }

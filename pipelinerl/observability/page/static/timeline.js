@@ -6,7 +6,7 @@ import { duration, number, percent, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { colours, draw, heightOf, partAt } from "./timeline_canvas.js";
 import { onTheme } from "./theme.js";
-import { html, useEffect, useMemo, useRef, useState } from "./view.js";
+import { html, Table, useEffect, useMemo, useRef, useState } from "./view.js";
 
 const LEAST_S = 0.02;
 const ASK_AFTER_MS = 120;
@@ -194,28 +194,23 @@ function Told({ data }) {
   );
   return html`<div class="grid two"><section class="card"><h2>In this window <span
     class="soft">${duration(data.from)} to ${duration(data.to)}</span></h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="Lanes">
-    <table><thead><tr><th scope="col">lane</th><th scope="col">track</th><th class="number" scope="col">count</th>
-      <th class="number" scope="col">total</th><th class="number" scope="col">share</th></tr></thead>
-    <tbody>${rows.map(
+    <${Table} label="Lanes" head=${["lane", "track", "count", "total", "share"]} numbers=${["count", "total", "share"]}>${rows.map(
       (
         row,
       ) => html`<tr key=${`${row.lane}/${row.kind}`}><td>${row.lane}</td><td>${words(row.kind)}</td>
         <td class="number">${number(row.count)}</td><td class="number">${duration(row.busy)}</td>
       <td class="number">${percent(row.share)}</td></tr>`,
-    )}</tbody></table></div></section>
+    )}</></section>
     <section class="card"><h2>Events</h2>${
       data.marks.length
-        ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
-          <th class="number" scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
-      <tbody>${data.marks
+        ? html`<${Table} label="Marks" look="scroll long" head=${["time", "event", "details"]} numbers=${["time"]}>${data.marks
         .slice(-60)
         .reverse()
         .map(
           ([at, kind, text], index) =>
             html`<tr key=${index}><td class="number">${duration(at)}</td><td class="figure">${words(kind)}</td><td>${text}</td>
               </tr>`,
-        )}</tbody></table></div>`
+        )}</>`
         : html`<p class="none">No events in this window.</p>`
     }</section></div>`;
 }

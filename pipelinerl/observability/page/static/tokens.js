@@ -2,7 +2,7 @@
 import { anything, number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { link, settle } from "./route.js";
-import { html, useMemo, useState } from "./view.js";
+import { html, Table, useMemo, useState } from "./view.js";
 
 const SHADES = { numerics: "plus", staleness: "minus", cache: "other" };
 const DELTAS = [1e-5, 1e-3, 1e-2, 1e-1];
@@ -171,12 +171,9 @@ function TokenTable({ all }) {
   const names = ["version", "logprob", "trainer_logprob", "delta", "cause", "advantage", "entropy", "mask"].filter(
     (name) => all[name],
   );
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Tokens"><table><thead><tr>
-    <th class="number" scope="col">at</th><th class="number" scope="col">id</th><th scope="col">text</th>
-    <th scope="col">sampled</th>
-    ${names.map((name) => html`<th key=${name}
-      class=${name === "cause" ? "" : "number"} scope="col">${words(name)}</th>`)}</tr></thead>
-    <tbody>${all.text.map(
+  const head = ["at", "id", "text", "sampled", ...names.map(words)];
+  const numbers = head.filter((title) => !["text", "sampled", "cause"].includes(title));
+  return html`<${Table} label="Tokens" head=${head} numbers=${numbers}>${all.text.map(
       (
         text,
         at,
@@ -184,5 +181,5 @@ function TokenTable({ all }) {
         <td class="mono">${JSON.stringify(text)}</td><td>${all.sampled[at] ? "yes" : "no"}</td>
       ${names.map((name) => html`<td key=${name}
         class=${name === "cause" ? "" : "number"}>${name === "mask" ? (all.mask[at] ? "yes" : "no") : anything(all[name][at])}</td>`)}</tr>`,
-    )}</tbody></table></div>`;
+    )}</>`;
 }

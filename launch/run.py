@@ -188,7 +188,9 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
     kinds = {event["kind"] for event in events}
     if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
         try:
-            _show_report(directory, console)
+            page, picture = report(directory.path)
+            console.print(summary(tell(read_events(directory.events)), run_dir=directory.path, report=page))
+            console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
         except UserError as error:  # a missing report must not hide how the run ended
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     # A run that failed before it trained would fail again; its message says what to fix.
@@ -239,13 +241,6 @@ def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence
         case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
             return str(last.get("reason", ""))
     return ""
-
-
-def _show_report(directory: RunDirectory, console: Console) -> None:
-    page, picture = report(directory.path)
-    history = tell(read_events(directory.events))
-    console.print(summary(history, run_dir=directory.path, report=page))
-    console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
 
 
 class _StatusReader:

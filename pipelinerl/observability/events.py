@@ -45,6 +45,8 @@ _PAUSE_S: Final = 1.0
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
+#: Kinds of the events that end a run, or this launch of it.
+ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 def kind_of(event: Event) -> str:

@@ -66,7 +66,7 @@ class ProgressDisplay:
         self._rewards: list[float] = []
         self._step = -1
         self._printed_at = float("-inf")
-        self._printed: RunStatus | None = None
+        self._printed: tuple[object, ...] = ()
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -88,9 +88,11 @@ class ProgressDisplay:
             self._live.update(render(status, width=self.console.width, rewards=self._rewards))
             return
         now = self._clock()
-        if now - self._printed_at >= self._line_every_s or _is_news(self._printed, status):
+        accuracies = [each.accuracy for each in (status.held_out, *status.other_sets)]
+        news = (status.phase, accuracies, status.alarms)
+        if now - self._printed_at >= self._line_every_s or news != self._printed:
             self.console.print(line(status), highlight=False, markup=False, soft_wrap=True)
-            self._printed_at, self._printed = now, status
+            self._printed_at, self._printed = now, news
 
 
 def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> RenderableType:
@@ -158,17 +160,6 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(_BARS[int((mean - low) / span * 7.999) if span > 0 else 0] for mean in means)
-
-
-def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
-    if before is None:
-        return True
-    return (
-        before.phase is not now.phase
-        or before.held_out.accuracy != now.held_out.accuracy
-        or [each.accuracy for each in before.other_sets] != [each.accuracy for each in now.other_sets]
-        or before.alarms != now.alarms
-    )
 
 
 def _head(status: RunStatus) -> Table:

@@ -34,7 +34,7 @@ from pipelinerl.observability.evaluations import (
 )
 from pipelinerl.observability.events import Event, kind_of, read_events
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, tell
+from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
 from pipelinerl.observability.samples.record import (
     AnswerRecord,
@@ -402,9 +402,7 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
     parts = sorted({key.removeprefix("reward.") for each in figures for key in each if key.startswith("reward.")})
     reward = [shown("reward", ".3f"), *(f"{one_line(part)} {shown(f'reward.{part}', '.3f')}" for part in parts)]
-    stale = sum(each.get("stale_groups", 0) for each in figures)
-    arrived = stale + sum(each.get("groups", 0) for each in figures)
-    seconds = mean_of(figures, "verifier_s", weight="verified")
+    stale, seconds = stale_share(figures), mean_of(figures, "verifier_s", weight="verified")
     errors = sum(each.get("verifier_errors", 0) for each in figures)
     verifier = "–" if seconds is None else f"{seconds * 1e3:.3g} ms" + (f", {errors:.0f} errors" if errors else "")
     return (
@@ -415,7 +413,7 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         shown("length_mean", ".1f"),
         shown("length_p95", ".1f"),
         *(shown(figure, ".1%") for figure in ("truncated", "unjudged", "all_right", "all_wrong")),
-        f"{stale / arrived:.1%}" if arrived else "–",
+        "–" if stale is None else f"{stale:.1%}",
         verifier,
     )
 

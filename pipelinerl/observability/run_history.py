@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from pipelinerl.observability.events import Event, amount, number
+from pipelinerl.observability.events import ENDS, Event, amount, number
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
-_ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 #: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
 
@@ -157,7 +156,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
         by_kind.setdefault(str(event["kind"]), []).append(event)
     # A resumed run writes another `run_started`; events before it that ended the run do not count.
     last_start = max((at for at, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
-    ends = [event for event in events[last_start + 1 :] if event["kind"] in _ENDS]
+    ends = [event for event in events[last_start + 1 :] if event["kind"] in ENDS]
     incidents = [
         e
         for e in events
@@ -208,3 +207,9 @@ def mean_of(figures: Iterable[Mapping[str, Any]], name: str, *, weight: str = "r
     pairs = [(value, amount(each, weight)) for each in figures if (value := number(each, name)) is not None]
     total = sum(of for _, of in pairs)
     return sum(value * of for value, of in pairs) / total if total else None
+
+
+def stale_share(figures: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of stale groups in all groups that arrived; None if none arrived."""
+    stale, others = (sum(amount(each, field) for each in figures) for field in ("stale_groups", "groups"))
+    return stale / (stale + others) if stale + others else None

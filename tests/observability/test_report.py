@@ -377,21 +377,6 @@ def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls()
     assert "seconds outside the model" not in render(history({"by_domain": {"sums": {"rollouts": 5}}}), "")
 
 
-class Elements(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_hostile_sample_text_is_escaped_in_the_report() -> None:
     evil = group(
         5,
@@ -404,10 +389,10 @@ def test_hostile_sample_text_is_escaped_in_the_report() -> None:
     )
     filtered = group(5, answer(HOSTILE), kind=SampleKind.FILTERED, why=HOSTILE)
     page = samples_section([evil, filtered])
-    elements = Elements(page)
-    assert set(elements.tags) == {"h3", "details", "summary", "dl", "dt", "dd"}
+    elements = Page(page)
+    assert {tag for tag, _ in elements.seen} == {"h3", "details", "summary", "dl", "dt", "dd"}
     assert page.count("</details>") == page.count("<details"), "hostile text closes no element"
-    assert "<script>alert(1)</script>" in elements.text, "the escaped text stays readable"
+    assert "<script>alert(1)</script>" in "".join(elements.text), "the escaped text stays readable"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
     page.encode()
 
@@ -419,7 +404,7 @@ def test_long_sample_text_is_shortened_in_the_report() -> None:
 
 def test_report_shows_the_best_and_worst_samples_of_the_last_steps() -> None:
     made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
-    text = Elements(samples_section(made)).text
+    text = "".join(Page(samples_section(made)).text)
     assert "Best of the last steps" in text and "Worst of the last steps" in text
     assert "good 20" in text and "bad 20" in text and "good 15" not in text
 

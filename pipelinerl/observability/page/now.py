@@ -8,7 +8,6 @@ narrow, because the trend adds to the deviation. Intervals of accuracies are cli
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from pipelinerl.observability.events import Event, amount, number
 from pipelinerl.observability.page.run_view import RunView, sentence
-from pipelinerl.observability.run_history import groups_of, mean_of
+from pipelinerl.observability.run_history import groups_of, mean_of, stale_share
 
 _Z: Final = 1.959964
 #: Metrics of a domain that are averaged over its rollouts.
@@ -41,7 +40,6 @@ Figures = Mapping[str, Any]
 def overview(view: RunView, *, window: int) -> dict[str, Any]:
     """Return the metrics of the last `window` steps and the current state of the run."""
     steps = list(islice(reversed(view.recent), window))[::-1]
-    ended = sum(islice(reversed(view.sampled_by), window), Counter[str]())
     return {
         "step": view.step,
         "window": len(steps),
@@ -50,7 +48,7 @@ def overview(view: RunView, *, window: int) -> dict[str, Any]:
         "tags": _each(steps, "by_tag"),
         "staleness": _ages(steps),
         "mismatch": [_of_cause(steps, cause) for cause in _CAUSES],
-        "stale": _stale(steps, ended),
+        "stale": _stale(steps, given_up=sum(islice(reversed(view.given_up), window))),
         "waits": _waits(steps, view),
         "step_time": {
             "wait_s": _median(steps, "wait_s"),
@@ -91,8 +89,6 @@ def _by_domain(steps: Sequence[Event]) -> list[Figures]:
 
 
 def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
-    stale = sum(amount(each, "stale_groups") for each in figures)
-    arrived = stale + sum(amount(each, "groups") for each in figures)
     row = {figure: mean_of(figures, figure) for figure in _MEANS}
     row |= {figure: _sum(figures, figure) for figure in _SUMS}
     return {
@@ -100,7 +96,7 @@ def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
         "rollouts": sum(amount(each, "rollouts") for each in figures),
         "reward": estimate(figures, "reward"),
         "accuracy": estimate(figures, "accuracy", share=True),
-        "stale": stale / arrived if arrived else None,
+        "stale": stale_share(figures),
         "verifier_s": mean_of(figures, "verifier_s", weight="verified"),
         "environment_s": mean_of(figures, "environment_s", weight="episodes"),
         **row,
@@ -137,15 +133,13 @@ def _of_cause(steps: Sequence[Event], cause: str) -> dict[str, Any]:
     return row
 
 
-def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
+def _stale(steps: Sequence[Event], *, given_up: int) -> dict[str, Any]:
     domains = _by_domain(steps)
     stale = sum(amount(each, "stale_groups") for each in domains)
-    arrived = stale + sum(amount(each, "groups") for each in domains)
-    given_up = float(ended["given up by an actor"])
-    by_cause = {"dropped by the trainer": max(0.0, stale - given_up), "given up by an actor": given_up}
+    by_cause = {"dropped by the trainer": max(0.0, stale - given_up), "given up by an actor": float(given_up)}
     return {
         "groups": stale,
-        "share": stale / arrived if arrived else None,
+        "share": stale_share(domains),
         "by_cause": [{"cause": cause, "groups": groups} for cause, groups in by_cause.items()],
     }
 

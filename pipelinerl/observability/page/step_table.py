@@ -111,11 +111,11 @@ class StepTable:
         again = bool(self._chunks) and step <= self.bounds[1]
         if again:
             self._drop_from(step)
+        samples, tokens = self._chunks[-1].places[2:, self._chunks[-1].count - 1] if self._chunks else (0.0, 0.0)
         if not self._chunks or self._chunks[-1].count == _ROWS:
             if (self.count + _ROWS) * max(64, len(self._columns)) > self._most_numbers and len(self._chunks) >= 4:
                 self._thin()
             self._chunks.append(_Chunk.empty(len(self._columns)))
-        before = self._last_place()
         chunk = self._chunks[-1]
         indexes, numbers = self._row(event)
         if indexes and max(indexes) >= len(chunk.figures):
@@ -123,8 +123,8 @@ class StepTable:
         chunk.places[:, chunk.count] = (
             step,
             amount(event, "elapsed_s"),
-            before[2] + amount(event, "rollouts"),
-            before[3] + amount(event, "sampled_tokens"),
+            samples + amount(event, "rollouts"),
+            tokens + amount(event, "sampled_tokens"),
         )
         with np.errstate(over="ignore"):
             chunk.figures[:, chunk.count] = np.nan
@@ -175,12 +175,6 @@ class StepTable:
                 for name, value in figures.items() if isinstance(figures, dict) else ():
                     if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
                         yield f"{label}/{who}/{name}", value
-
-    def _last_place(self) -> tuple[float, ...]:
-        for chunk in reversed(self._chunks):
-            if chunk.count:
-                return tuple(chunk.places[:, chunk.count - 1].tolist())
-        return (0.0,) * len(_PLACE)
 
     def _drop_from(self, step: int) -> None:
         while self._chunks:

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, final
 
 import msgspec
 
-from pipelinerl.observability.events import Event, amount, kind_of
+from pipelinerl.observability.events import ENDS, Event, amount, kind_of
 
 #: Maximum numbers of groups without a known step, and of orders without known stages; the oldest are dropped.
 _PENDING: Final = 1024
@@ -183,9 +183,10 @@ class SpanReader:
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
-        reading = _READINGS.get(kind)
-        if reading is not None:
-            yield from reading(self, event)
+        if kind in ENDS:
+            yield from self._cut(self.now)
+        elif kind in _READINGS:
+            yield from _READINGS[kind](self, event)
 
     def open(self) -> Iterator[Span]:
         """Yield spans that are still in progress, up to now."""
@@ -277,9 +278,6 @@ class SpanReader:
         yield from self._span(CHECKPOINT, "stall", began, min(self.now, began + stall_s), version)
         yield from self._span(CHECKPOINT, "checkpoint", began, self.now, version)
 
-    def _over(self, _: Event) -> Iterator[Drawn]:
-        yield from self._cut(self.now)
-
     def _cut(self, at: float) -> Iterator[Drawn]:
         now, self.now = self.now, at
         for span in list(self.open()):
@@ -353,9 +351,6 @@ _READINGS: Final = {
     "evaluation": SpanReader._evaluated,
     "evaluation_restarted": SpanReader._evaluated,
     "checkpoint": SpanReader._checkpointed,
-    "run_finished": SpanReader._over,
-    "run_failed": SpanReader._over,
-    "run_suspended": SpanReader._over,
 }
 
 

@@ -131,8 +131,8 @@ function useNow(run, wide, metrics) {
         const fits = held.of === of && held.rowsTurn === held.turn && rows.count > 0;
         return fits && rows.x.step.length < ROWS + NEWER ? { since: rows.last, marked: rows.marked } : {};
       },
-      taken: (answer, said) => {
-        const rows = said.since === undefined ? answer.steps : joined(held.rows, answer.steps);
+      taken: (answer, added) => {
+        const rows = added.since === undefined ? answer.steps : joined(held.rows, answer.steps);
         if (rows) Object.assign(held, { of, rows, rowsTurn: held.askedTurn });
         else held.turn += 1;
         return { ...answer, steps: held.rows };

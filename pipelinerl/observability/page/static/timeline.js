@@ -18,11 +18,11 @@ const SPANS = [
 ];
 
 export function Timeline({ run, facts }) {
-  const [asked, setAsked] = useState({ from: null, to: null, points: 1500 });
+  const [request, setRequest] = useState({ from: null, to: null, points: 1500 });
   const live = facts.state === "live" || facts.state === "starting";
   const answer = useAnswer(
     "timeline",
-    { run, from: asked.from, to: asked.to, points: asked.points },
+    { run, from: request.from, to: request.to, points: request.points },
     { matters: (kind) => live && ["step", "behind", "event", "state"].includes(kind), pauseMs: 2000 },
   );
   const data = answer.value ?? answer.old;
@@ -30,8 +30,8 @@ export function Timeline({ run, facts }) {
     return html`<p class=${answer.error ? "note bad" : "none"}>${answer.error?.message ?? "Loading the timeline…"}</p>`;
   if (!data.lanes.length || !data.end)
     return html`<p class="none">No events yet: the lanes appear with the first event.</p>`;
-  return html`<div class="stack"><h2 class="said">Timeline</h2><${Lanes} data=${data} live=${live} ask=${setAsked} />
-    <${Told} data=${data} /></div>`;
+  return html`<div class="stack"><h2 class="said">Timeline</h2><${Lanes} data=${data} live=${live} ask=${setRequest} />
+    <${WindowTables} data=${data} /></div>`;
 }
 
 // View state outside of the components, because it changes with every wheel event.
@@ -126,7 +126,7 @@ function Lanes({ data, live, ask }) {
 }
 
 // Installs wheel, drag and pointer handlers; returns a function that removes them.
-function handle(element, view, show, tell) {
+function handle(element, view, show, showTip) {
   const all = () => [0, Math.max(view.data.end, LEAST_S)];
   const timeAt = (event) => {
     const box = element.getBoundingClientRect();
@@ -162,7 +162,7 @@ function handle(element, view, show, tell) {
       event.clientY - box.top,
       (view.range ?? all())[1] - (view.range ?? all())[0],
     );
-    tell(part || `at ${duration(timeAt(event))}`);
+    showTip(part || `at ${duration(timeAt(event))}`);
   };
   const up = () => {
     grabbed = null;
@@ -179,7 +179,7 @@ function handle(element, view, show, tell) {
 }
 
 // The same as tables: the share of the window that each track fills, and the events in it.
-function Told({ data }) {
+function WindowTables({ data }) {
   const rows = data.lanes.flatMap((lane) =>
     lane.tracks.map((track) => {
       const busy = track.busy.reduce((sum, each) => sum + each, 0);

@@ -214,7 +214,7 @@ export function partAt(data, time, y, span) {
   }
   const lane = data.lanes[index];
   if (!lane) return rolloutAt(data, time, y);
-  const said = [];
+  const parts = [];
   for (const track of lane.tracks) {
     const at = firstFrom(track.end, time);
     if (at >= track.start.length || track.start[at] > time) continue;
@@ -222,9 +222,9 @@ export function partAt(data, time, y, span) {
       track.kind === "serves" ? `serves version ${track.value[at]}` : `${words(track.kind)} ${track.value[at] ?? ""}`;
     const note = track.note[at] ? `, ${visible(String(track.note[at]))}` : "";
     const many = track.count[at] > 1 ? `, the longest of ${number(track.count[at])}` : "";
-    said.push(`${what}${note}${many}: ${duration(track.busy[at])} from ${duration(track.start[at])}`);
+    parts.push(`${what}${note}${many}: ${duration(track.busy[at])} from ${duration(track.start[at])}`);
   }
-  return said.length ? `${visible(lane.lane)} · ${said.join(" · ")}` : "";
+  return parts.length ? `${visible(lane.lane)} · ${parts.join(" · ")}` : "";
 }
 
 function rolloutAt(data, time, y) {

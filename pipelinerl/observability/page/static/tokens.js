@@ -132,7 +132,7 @@ function Sequence({ all, by, table }) {
   return html`<p>${keys.map(([look, text]) => html`<span key=${look + text}
     class=${`swatch ${look}`}>${text}</span>`)}<span
     class="soft">grey text was not sampled; framed tokens are special</span></p>
-    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or use ← and →." : told(all, at)}</p>
+    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or use ← and →." : describe(all, at)}</p>
     ${
       table
         ? html`<${TokenTable} all=${all} />`
@@ -148,7 +148,7 @@ function Sequence({ all, by, table }) {
     }`;
 }
 
-function told(all, at) {
+function describe(all, at) {
   const parts = [
     `token ${at}: id ${all.id[at]}`,
     JSON.stringify(all.text[at]),

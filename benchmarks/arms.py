@@ -7,7 +7,6 @@ run. `table` prints one row for each arm, with the mean and the range over its s
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.measure import RESULTS, write_record
+from benchmarks.measure import read_record, write_record
 from benchmarks.processes import python
 from benchmarks.trl_arm import held_out_accuracy, judge_of
 from pipelinerl.config.recipe import RunConfig, load
@@ -158,8 +157,7 @@ def _busy_s() -> float:
 
 def recorded(benchmark: str) -> list[Figures]:
     """Return the figures of each run in a benchmark's record; empty if there is no record."""
-    path = RESULTS / f"{benchmark}.json"
-    return json.loads(path.read_text())["runs"] if path.exists() else []
+    return read_record(benchmark).get("runs", [])
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:
@@ -173,7 +171,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
     """
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
-    clock, smooth = training_clock(run.history), reward.smoothed().y
+    stale, clock, smooth = steps("stale_tokens").y[-1], training_clock(run.history), reward.smoothed().y
     return {
         "completed": run.completed,
         "accuracy": run.accuracy,
@@ -181,7 +179,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
         "area": fmean(reward.y),
         "seconds": clock[-1],
         "age": fmean(steps("staleness_mean").y),
-        "discarded": discarded_share(run.history),
+        "discarded": stale / (stale + sum(sampled)),
         "ess": fmean(ess.y),
         "tokens_per_s": sum(sampled) / clock[-1],
         "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
@@ -195,12 +193,6 @@ def training_clock(history: RunHistory) -> tuple[float, ...]:
     ended = history.series(history.steps, "elapsed_s", x="step").y
     began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
     return tuple(at - began for at in ended)
-
-
-def discarded_share(history: RunHistory) -> float:
-    """Return the share of sampled tokens that were dropped with stale groups."""
-    stale = steps_of(history, "stale_tokens").y[-1]
-    return stale / (stale + sum(steps_of(history, "sampled_tokens").y))
 
 
 def steps_of(history: RunHistory, field: str) -> Series:

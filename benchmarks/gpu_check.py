@@ -15,7 +15,6 @@ only with `--results`.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -34,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks import gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
-from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.measure import RESULTS, Row, print_table, read_record, write_record
 
 Checked = tuple[list[Row], dict[str, Any]]
 Check = Callable[[Path, Scale, torch.device], Checked]
@@ -165,8 +164,7 @@ def run(
 
 def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
     """Return the recorded results of all parts if they are of the same device and scale, otherwise none."""
-    path = folder / "gpu_check.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = read_record("gpu_check", folder)
     same = (record.get("device"), record.get("quick")) == (device, quick)
     return dict(record["checks"]) if same else {}
 

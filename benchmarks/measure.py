@@ -95,12 +95,13 @@ def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
     return Paired({name: tuple(values) for name, values in samples.items()})
 
 
-def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
-    """Return a function, to be used as an arm, that runs `work` and returns its wall time in seconds."""
+def seconds_of(work: Callable[[], object], *, repeats: int = 1) -> Callable[[], float]:
+    """Return a function, to be used as an arm, that runs `work` `repeats` times and returns the seconds of all."""
 
     def arm() -> float:
         start = time.perf_counter()
-        work()
+        for _ in range(repeats):
+            work()
         return time.perf_counter() - start
 
     return arm
@@ -153,11 +154,15 @@ def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, 
     (folder / f"{name}.json").write_text(_laid_out(record) + "\n")
 
 
+def read_record(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """Return the record of benchmark `name`; empty if there is none."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def recorded_parts(name: str, parts: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
     """Return the results of `parts` in the record of benchmark `name`, as far as they were ever written."""
-    path = folder / f"{name}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    return {part: known[part] for part in parts if part in known}
+    return {part: result for part, result in read_record(name, folder).items() if part in parts}
 
 
 def _laid_out(value: Any, margin: str = "") -> str:

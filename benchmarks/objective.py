@@ -79,17 +79,8 @@ def run(quick: bool = False) -> None:
         works = arms(tokens)
         torch.testing.assert_close(works["slots"](), works["minimum"](), rtol=1e-5, atol=1e-9)
         repeats = 2 * 65536 // tokens
-
-        def often(work: Callable[[], Tensor], times: int = repeats) -> Callable[[], None]:
-            def repeated() -> None:
-                for _ in range(times):
-                    work()
-
-            return repeated
-
-        timings = paired(
-            {name: seconds_of(often(work)) for name, work in works.items()}, rounds=5 if quick else 41, warmup=3
-        )
+        timed = {name: seconds_of(work, repeats=repeats) for name, work in works.items()}
+        timings = paired(timed, rounds=5 if quick else 41, warmup=3)
         ratio = timings.ratio("slots", "minimum")
         rows.append(Row(f"slots / PPO's min, {tokens} tokens", ratio, f"<= {TARGET}", ratio.median <= TARGET))
         rows.append(Row(f"slots, {tokens} tokens [ms]", 1e3 * timings.median("slots") / repeats))

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import tomli_w
 
-from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Interval, Row, bootstrap_median, print_table, read_record, write_record
 from benchmarks.processes import python
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
@@ -212,16 +212,16 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str
     With `seeds`, recorded results of other seeds are kept. With `changes` (overrides of the recipe's keys), nothing is
     recorded.
     """
-    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
+    known = recorded("trl", TINY.recipe) if seeds and not changes else {}
     for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):
         write_record("trl", payload, quick=quick or bool(changes))
 
 
-def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """Return a record's pairs of runs by seed. Raises ValueError if the record is of another recipe."""
-    table = json.loads(record.read_text())
-    if table["recipe"] != _portable(to_table(load(recipe, overrides))):
-        raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
+def recorded(benchmark: str, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
+    """Return the benchmark's recorded pairs of runs by seed. Raises ValueError if they are of another recipe."""
+    table = read_record(benchmark)
+    if table.get("recipe") != _portable(to_table(load(recipe, overrides))):
+        raise ValueError(f"{benchmark}.json is of another recipe than {recipe} is now: measure all seeds again")
     pairs = [(Arm(**mine), Arm(**other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
     return dict(zip(table["seeds"], pairs, strict=True))
 

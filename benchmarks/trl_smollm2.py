@@ -47,7 +47,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
     """Run the benchmark, print its table and record it; with `seeds`, recorded results of other seeds are kept."""
     fetch_model()
     overrides = [f"run.steps={STEPS}"]
-    known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
+    known = recorded("trl_smollm2", SMOLLM2.recipe, overrides) if seeds else {}
     for payload in on_two_cores(SMOLLM2, seeds or range(1 if quick else 3), overrides=overrides, known=known):
         gains = [gain(Arm(**arm)) for arm in payload["ours"]]
         shown = ", ".join(f"{100 * each:+.0f}" for each in gains)

@@ -15,6 +15,7 @@ Parameter servers are on the trainer's host, so uploads stay there. No GPU is sh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
@@ -105,8 +106,9 @@ class Placement:
         if not self.assignments:
             return "everything computes on the CPU"
         devices = self.head.devices
-        shared = [index for index in range(len(devices)) if len(list(_on(self.assignments, index))) > 1]
-        unused = [index for index in range(len(devices)) if not list(_on(self.assignments, index))]
+        users = Counter(index for each in self.assignments.values() for index in each.indices)
+        shared = sorted(index for index, count in users.items() if count > 1)
+        unused = [index for index in range(len(devices)) if index not in users]
         parts = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
         parts += [f"shared: {', '.join(map(devices.label, shared))}"] if shared else []
         parts += [f"free: {', '.join(map(devices.label, unused))}"] if unused else []
@@ -241,7 +243,8 @@ def _there(devices: Devices) -> str:
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
     """Return each process's share of its devices' memory: the recipe's share, or a part of what the others leave."""
-    requested = {name: _requested_share(config, name) for name in indices}
+    sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
+    requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)
     for index in range(len(devices)):
         here = [name for name in indices if index in indices[name]]
@@ -250,10 +253,6 @@ def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: 
                 before = shares[name]
                 shares[name] = share if before is None else min(before, share)
     return shares
-
-
-def _requested_share(config: RunConfig, name: str) -> float | None:
-    return config.trainer.memory_share if name == TRAINER else config.engine.memory_share
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
@@ -276,10 +275,6 @@ def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, labe
     return {
         name: share if name in stated else math.floor(share * 1000 + ROUNDING) / 1000 for name, share in divided.items()
     }
-
-
-def _on(assignments: Mapping[str, Assignment], index: int) -> Iterator[str]:
-    return (name for name, each in assignments.items() if index in each.indices)
 
 
 def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:

@@ -79,11 +79,6 @@ class ProcessSpec:
     cpu: tuple[int, ...] | None = None
     host: str = LOCALHOST.name
 
-    @property
-    def log_name(self) -> str:
-        """The file name of the process's log in the run's folder `logs/`."""
-        return f"{self.name}.log"
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -104,13 +99,6 @@ class Plan:
             if missing := set(spec.after) - seen:
                 raise ValueError(f"{spec.name} waits for {', '.join(sorted(missing))}, which must come before it")
             seen.add(spec.name)
-
-    def spec(self, name: str) -> ProcessSpec:
-        """Return the process of that name; raise KeyError if there is none."""
-        for spec in self.specs:
-            if spec.name == name:
-                return spec
-        raise KeyError(name)
 
     def of_host(self, host: str) -> Plan:
         """Return the plan of this host's processes; `elsewhere` has the health addresses of all other processes."""

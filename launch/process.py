@@ -83,7 +83,7 @@ class Process:
 
     def __init__(self, spec: ProcessSpec, logs: Path) -> None:
         self.spec = spec
-        self.log = logs / spec.log_name
+        self.log = logs / f"{spec.name}.log"
         self.state = State.WAITING
         self.started_at = 0.0
         self.due = 0.0

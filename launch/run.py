@@ -153,13 +153,16 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
                 progress.console.print(text, highlight=False, soft_wrap=True)
 
             def follow() -> None:
-                head.follow(supervisor)
+                if head is not None:
+                    head.follow(supervisor)
                 if (status := reader.take()) is not None:
                     progress.show(status)
                     staff.follow(status)
 
-            head = HeadNode(launch, read_members(directory.path), announce)
-            head.begin()
+            members = read_members(directory.path)
+            head = None if members is None else HeadNode(launch, members, announce)
+            if head is not None:
+                head.begin()
             supervisor = Supervisor(
                 processes_of(launch).of_host(launch.placement.head.name),
                 directory.path,
@@ -170,7 +173,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
                 announce=announce,
                 on_tick=follow,
                 on_end=partial(_tell_nodes, head, directory),
-                tell_restarts=head.tell_restarts,
+                tell_restarts=None if head is None else head.tell_restarts,
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
@@ -185,7 +188,9 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
     kinds = {event["kind"] for event in events}
     if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
         try:
-            _show_report(directory, console)
+            page, picture = report(directory.path)
+            console.print(summary(tell(read_events(directory.events)), run_dir=directory.path, report=page))
+            console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
         except UserError as error:  # a missing report must not hide how the run ended
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     # A run that failed before it trained would fail again; its message says what to fix.
@@ -204,9 +209,9 @@ def _suspends(controller: ControllerCalls) -> bool:
     return True
 
 
-def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
+def _tell_nodes(head: HeadNode | None, directory: RunDirectory, result: RunResult) -> None:
     # The launcher counts a suspended run as completed, but the other nodes must learn that the run can be resumed.
-    if not head.leads:
+    if head is None:
         return
     last = tell(_events_of(directory)).finished or {}
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
@@ -236,13 +241,6 @@ def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence
         case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
             return str(last.get("reason", ""))
     return ""
-
-
-def _show_report(directory: RunDirectory, console: Console) -> None:
-    page, picture = report(directory.path)
-    history = tell(read_events(directory.events))
-    console.print(summary(history, run_dir=directory.path, report=page))
-    console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
 
 
 class _StatusReader:

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,11 +57,6 @@ class RunDirectory:
         """The path of the event log."""
         return self.path / "events.jsonl"
 
-    @property
-    def logs(self) -> Path:
-        """The folder of the processes' logs."""
-        return self.path / "logs"
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory for this launcher and write a new bearer token; raise `UserError` if it is locked."""
@@ -84,7 +79,7 @@ def _lock(path: Path) -> BaseFileLock:
     return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
 
 
-def holder_of(path: Path) -> str | None:
+def _holder_of(path: Path) -> str | None:
     """Return the process id of the launcher that has locked the directory; None if it is not locked."""
     lock = path / _LOCK
     if not lock.is_file():
@@ -96,23 +91,15 @@ def holder_of(path: Path) -> str | None:
         return lock.read_text() or "unknown"
 
 
-def namesakes(config: RunConfig) -> Iterator[Path]:
-    """Yield the directories of earlier runs of this name: tiny, tiny-2, tiny-3, … up to the first missing number."""
-    for number in count(1):
-        path = _numbered(config, number).run_directory
-        if not os.path.lexists(path):
-            return
-        yield path
-
-
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
     """Raise `UserError` if a run of this name is live: a second run on this machine is rarely intended.
 
     `by_hand(directory)` describes the process that uses the directory if the user started the run's services without
     the launcher; it returns an empty text if there is none.
     """
-    for path in namesakes(config):
-        runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
+    directories = (_numbered(config, number).run_directory for number in count(1))
+    for path in takewhile(os.path.lexists, directories):
+        runner = f"process {pid}" if (pid := _holder_of(path)) is not None else by_hand(path)
         if runner:
             raise UserError(
                 f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
@@ -153,12 +140,6 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
             undoing.pop_all()
             return directory
     raise AssertionError("numbers do not end")
-
-
-def refuse_taken(path: Path) -> None:
-    """Raise `UserError` if the path exists, so that a new run cannot use it as its directory."""
-    if path.exists():
-        raise UserError(f"{path} exists, and holds no run: expected {path / 'recipe.toml'} or nothing; move it away")
 
 
 def open_run(path: Path) -> RunDirectory:
@@ -264,7 +245,7 @@ def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
 
     Raises `UserError` if the run is live.
     """
-    directory: RunDirectory = open_run(run_dir)
+    directory = open_run(run_dir)
     changed = differences(directory.config, after)
     if not changed:
         return []

@@ -103,7 +103,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._on_end = on_end
         self._write_restarts = tell_restarts or partial(write_restarts, run_dir)
-        self._elsewhere = dict(plan.elsewhere)
+        self._elsewhere = plan.elsewhere
         self._reached: set[str] = set()  # names of processes on other hosts whose health check has succeeded
         self._began_at = 0.0
         self._start_timeout_s = start_timeout_s
@@ -127,13 +127,11 @@ class Supervisor:
             self._began_at = time.monotonic()
             try:
                 self._tell_restarts()  # overwrites the restarts that an earlier launcher wrote
-                self._watch()
-                assert self._result is not None
-                self._on_end(self._result)
+                result = self._watch()
+                self._on_end(result)
             finally:
                 self._stop()
-        assert self._result is not None  # _watch returns once there is a result, or raises what on_tick raised
-        return self._result
+        return result
 
     @property
     def spared(self) -> frozenset[str]:
@@ -191,19 +189,21 @@ class Supervisor:
         """The process ids of running processes, by name."""
         return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
 
-    def _watch(self) -> None:
+    def _watch(self) -> RunResult:
+        """Advance the processes until the run has a result; raise what `on_tick` raises."""
         ticked_at = float("-inf")
         while self._result is None:
             now = time.monotonic()
             if self._interrupts and not self._saves(now):
                 self._stopped()
-                return
+                continue
             for process in self._processes.values():
                 self._advance(process, now)
             if now - ticked_at >= self._tick_every_s:
                 ticked_at = now
                 self._on_tick()
             time.sleep(_TICK_S)
+        return self._result
 
     def _saves(self, now: float) -> bool:
         """Return True while an interrupted run may continue, to save its state. The first call suspends the run."""

@@ -23,7 +23,6 @@ from pipelinerl.errors import UserError
 if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
     from launch.cluster.launchers import ClusterTarget
     from launch.cluster.membership import Members
-    from launch.plan import Launch
     from launch.run import Connect
 
 _Claim = Callable[[RunConfig], bool]
@@ -61,12 +60,14 @@ Image = Annotated[str | None, typer.Option("--image", help="Container image with
 
 def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
     """Return the target that `--on` specifies; raise `UserError` if the launcher or number of hosts is unknown."""
-    from launch.cluster.launchers import ClusterTarget, read_launcher
+    from launch.cluster.launchers import ClusterTarget, Launcher
 
-    by, address = read_launcher(on)
+    by, address = ("ray", on) if on.startswith("ray://") else (on, None)
+    if by not in list(Launcher):
+        raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {on!r}")
     if members is None:
         raise UserError(f"--on {on} needs the number of hosts; pass --hosts 2, or --host for each")
-    return ClusterTarget(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
+    return ClusterTarget(Launcher(by), members, tuple(slurm_options or ()), image, address)
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
@@ -118,14 +119,20 @@ def _add_plan(app: typer.Typer) -> None:
 
         Starts nothing. With --on, show the script, manifests or resources that would be passed to that launcher.
         """
-        from launch.cluster.launchers import plan_json, plan_lines
+        from launch.cluster.launchers import plan_json, plan_lines, rendered
+        from launch.cluster.membership import FIRST_PORT
+        from launch.plan import Launch
+        from launch.run import this_machine
 
         config = load(recipe, overrides or [])
         members = members_of(config, host, hosts, gpus, first_port)
-        launch = _planned(config, members)
+        if members is not None:
+            launch = members.launch(config, config.run_directory.resolve())
+        else:
+            cores = sorted(os.sched_getaffinity(0))
+            run_dir, ports = config.run_directory.resolve(), count(FIRST_PORT)
+            launch = Launch.on([this_machine(config)], config, run_dir=run_dir, ports=ports, cores=cores)
         if on is not None:
-            from launch.cluster.launchers import rendered
-
             typer.echo(rendered(config, elsewhere_of(on, members, slurm, image), launch.run_dir))
             return
         if as_json:
@@ -166,15 +173,3 @@ def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse
                 connect=connect,
             )
         )
-
-
-def _planned(config: RunConfig, members: Members | None) -> Launch:
-    from launch.cluster.membership import FIRST_PORT
-    from launch.plan import Launch
-    from launch.run import this_machine
-
-    run_dir = config.run_directory.resolve()
-    if members is not None:
-        return members.launch(config, run_dir)
-    cores = sorted(os.sched_getaffinity(0))
-    return Launch.on([this_machine(config)], config, run_dir=run_dir, ports=count(FIRST_PORT), cores=cores)

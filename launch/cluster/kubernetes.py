@@ -58,7 +58,8 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
                 f"Kubernetes names are up to 40 lower-case letters, digits and dashes, got {word!r}; change run.name "
                 "or --host"
             )
-    hosts = tuple(_in_pods(host, name) for host in members.hosts)
+    # A pod's address is its name at the headless service.
+    hosts = tuple(replace(host, address=f"{host.name}.{name}") for host in members.hosts)
     plan = processes_of(replace(members, hosts=hosts).launch(config, run_dir))
     labels = {_LABEL: name}
     recipe = tomli_w.dumps(to_table(config))
@@ -122,11 +123,6 @@ def apply(text: str, folder: Path, name: str) -> str:
     if done.returncode:
         raise UserError(f"kubectl refused {path}: {done.stderr.strip()}")
     return f"{done.stdout.strip()}\nfollow it with: kubectl logs --follow job/{name}-HOST"
-
-
-def _in_pods(host: Host, run: str) -> Host:
-    # A pod's address is its name at the headless service.
-    return Host(name=host.name, address=f"{host.name}.{run}", devices=host.devices, roles=host.roles)
 
 
 def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: object) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Launcher(StrEnum):
     RAY = "ray"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ClusterTarget:
     """The target of a run: the launcher, the hosts, and options for the launcher."""
 
@@ -40,16 +40,6 @@ class ClusterTarget:
     slurm_options: Sequence[str] = ()
     image: str | None = None
     address: str | None = None
-
-
-def read_launcher(word: str) -> tuple[Launcher, str | None]:
-    """Parse `--on` into a launcher and its address, if any (`ray://host:10001`); raise `UserError` if it is unknown."""
-    if word.startswith("ray://"):
-        return Launcher.RAY, word
-    try:
-        return Launcher(word), None
-    except ValueError:
-        raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {word!r}") from None
 
 
 def rendered(config: RunConfig, where: ClusterTarget, run_dir: Path) -> str:
@@ -170,13 +160,8 @@ def _devices(launch: Launch, name: str) -> str:
     on = launch.assignment_of(name)
     if not on.indices:
         return "CPU"
-    home = launch.placement.host_of(name)
-    return " + ".join(_labels(launch, home.name, on.indices)) + ("" if on.share is None else f" ({on.share:g} of it)")
-
-
-def _labels(launch: Launch, host: str, indices: tuple[int, ...]) -> Iterator[str]:
-    devices = launch.placement.host(host).devices
-    return (devices.label(index) for index in indices)
+    labels = map(launch.placement.host_of(name).devices.label, on.indices)
+    return " + ".join(labels) + ("" if on.share is None else f" ({on.share:g} of it)")
 
 
 def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:

@@ -84,8 +84,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_members(run_dir: Path, members: Members) -> None:
     """Record the hosts of a run that begins; may raise OSError."""
-    folder_of(run_dir).mkdir(exist_ok=True)
-    write_private(folder_of(run_dir) / "hosts.json", json.dumps(_members_json(members), indent=1))
+    _write_table(run_dir, "hosts.json", _members_json(members))
 
 
 def read_members(run_dir: Path) -> Members | None:
@@ -102,9 +101,7 @@ def read_members(run_dir: Path) -> Members | None:
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:
     """Write the head's record; may raise OSError."""
     result = None if record.result is None else [str(record.result.outcome), record.result.message]
-    table = {"id": record.id, **_members_json(record.members), "result": result}
-    folder_of(run_dir).mkdir(exist_ok=True)
-    write_private(folder_of(run_dir) / "launch.json", json.dumps(table, indent=1))
+    _write_table(run_dir, "launch.json", {"id": record.id, **_members_json(record.members), "result": result})
 
 
 def read_launch(run_dir: Path) -> LaunchRecord | None:
@@ -120,6 +117,11 @@ def read_launch(run_dir: Path) -> LaunchRecord | None:
 def folder_of(run_dir: Path) -> Path:
     """Return the folder of the nodes' files."""
     return run_dir / "cluster"
+
+
+def _write_table(run_dir: Path, name: str, table: dict[str, Any]) -> None:
+    folder_of(run_dir).mkdir(exist_ok=True)
+    write_private(folder_of(run_dir) / name, json.dumps(table, indent=1))
 
 
 def _members_json(members: Members) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class OtherNodes:
     heartbeats: dict[str, LastHeartbeat] = field(default_factory=dict)
 
     def read(self, now: float) -> None:
-        """Return what the other nodes have written to their membership files."""
+        """Read what the other nodes have written to their membership files."""
         for host in self.hosts:
             try:
                 record = msgspec.json.decode(node_path(self.run_dir, host).read_bytes(), type=NodeRecord)
@@ -217,54 +219,36 @@ class OtherNodes:
         return tuple(each for last in self.heartbeats.values() for each in last.record.restarts)
 
 
-def ended(record: LaunchRecord, result: RunResult) -> LaunchRecord:
-    """Return a copy of the record that also says how the launch ended."""
-    return replace(record, result=result)
-
-
 _LOOK_S: Final = 0.05
 
 
 @final
 class HeadNode:
-    """The head's communication with the other nodes; created after the launcher has locked the run's directory.
+    """The head's communication with the other nodes; created after the launcher has locked the run's directory."""
 
-    `members` are the hosts of the run; None for a run on one machine.
-    """
-
-    def __init__(self, launch: Launch, members: Members | None, announce: Callable[[str], None]) -> None:
+    def __init__(self, launch: Launch, members: Members, announce: Callable[[str], None]) -> None:
         self._launch = launch
         self._announce = announce
         self._restarts: tuple[RestartStatus, ...] = ()
         self._up: frozenset[str] = frozenset()
         self._looked_at = float("-inf")
-        self._record: LaunchRecord | None = None
-        if members is not None:
-            # Each launch has a new token. Its digest identifies the launch without revealing the token.
-            id = hashlib.sha256(launch.token_file.read_bytes()).hexdigest()[:16]
-            self._record = LaunchRecord(id=id, members=members)
-            self._own = NodeFile(launch.run_dir, launch.placement.head.name, id)
-            self._others = OtherNodes(launch.run_dir, id, [host.name for host in members.hosts[1:]])
-
-    @property
-    def leads(self) -> bool:
-        """True if the run has several hosts."""
-        return self._record is not None
+        # Each launch has a new token. Its digest identifies the launch without revealing the token.
+        id = hashlib.sha256(launch.token_file.read_bytes()).hexdigest()[:16]
+        self._record = LaunchRecord(id=id, members=members)
+        self._own = NodeFile(launch.run_dir, launch.placement.head.name, id)
+        self._others = OtherNodes(launch.run_dir, id, [host.name for host in members.hosts[1:]])
 
     def begin(self) -> None:
         """Tell the nodes that a launch is under way; may raise OSError."""
-        if self._record is not None:
-            write_launch(self._launch.run_dir, self._record)
-            self._own.tell(NodeState.UP)
-            for host in self._record.members.hosts[1:]:
-                self._announce(
-                    f"waiting for host {host.name}: pipelinerl node {self._launch.run_dir} --name {host.name}"
-                )
+        write_launch(self._launch.run_dir, self._record)
+        self._own.tell(NodeState.UP)
+        for host in self._record.members.hosts[1:]:
+            self._announce(f"waiting for host {host.name}: pipelinerl node {self._launch.run_dir} --name {host.name}")
 
     def follow(self, supervisor: Supervisor) -> None:
         """Report that the head is up, and read the other nodes' records; called on each tick of the supervisor."""
         now = time.monotonic()
-        if self._record is None or now - self._looked_at < BEAT_S:
+        if now - self._looked_at < BEAT_S:
             return
         self._looked_at = now
         self._own.beat()
@@ -289,10 +273,8 @@ class HeadNode:
 
     def end(self, result: RunResult) -> None:
         """Tell the nodes how the run ended; wait for them to stop, because their processes need the head's streams."""
-        if self._record is None:
-            return
         with suppress(OSError):
-            write_launch(self._launch.run_dir, ended(self._record, result))
+            write_launch(self._launch.run_dir, replace(self._record, result=result))
         deadline = time.monotonic() + self._launch.config.launch.grace_s + 2 * BEAT_S
         self._others.read(time.monotonic())
         while (up := self._others.up(time.monotonic())) and time.monotonic() < deadline:
@@ -303,5 +285,4 @@ class HeadNode:
         self._own.tell(NodeState.ENDED)
 
     def _write_restarts(self) -> None:
-        others = () if self._record is None else self._others.restarts()
-        write_restarts(self._launch.run_dir, (*self._restarts, *others))
+        write_restarts(self._launch.run_dir, (*self._restarts, *self._others.restarts()))

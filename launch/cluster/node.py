@@ -74,7 +74,10 @@ def run_node(
         config = _in(run_dir, load(recipe))
         given = members_of(config)
         if given is not None and given.hosts[0].name == name:
-            run_directory.refuse_taken(run_dir)
+            if run_dir.exists():
+                raise UserError(
+                    f"{run_dir} exists, and holds no run: expected {run_dir / 'recipe.toml'} or nothing; move it away"
+                )
             refuse(config)
             prepare(config, claim=claim, members=given)
             return resume(run_dir, connect=connect)

@@ -188,9 +188,8 @@ def draw(history: RunHistory, path: Path) -> Path:
         ])  # fmt: skip
         speed = history.series(history.engines, "tokens_per_s")
         _lines(figure.add_subplot(grid[1, 1]), "Tokens sampled per second", "seconds", [("", speed, _BLUE)])
-        pause = history.series(history.publications, "pause_s", x="model_version")
-        pause_ms = Series(pause.x, tuple(1e3 * value for value in pause.y))
-        _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause_ms, _ORANGE)])
+        pause = history.update_ms("pause_s")
+        _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause, _ORANGE)])
 
     return _save(path, fill, size=(11.0, 6.2))
 
@@ -243,12 +242,10 @@ def _learning(axes: Any, history: RunHistory) -> None:
     if reward:
         axes.plot(reward.x, reward.y, color=_BLUE, alpha=0.22, linewidth=0.8)
         axes.plot(reward.x, reward.smoothed().y, color=_BLUE, linewidth=1.8, label="reward, training")
-    accuracy = history.series(history.evaluations, "accuracy", x="model_version")
+    accuracy, low, high = history.accuracy(history.evaluations)
     if accuracy:
-        low = history.series(history.evaluations, "low", x="model_version")
-        high = history.series(history.evaluations, "high", x="model_version")
-        if low.x == high.x == accuracy.x:
-            axes.fill_between(accuracy.x, low.y, high.y, color=_ORANGE, alpha=0.16, linewidth=0)
+        if low:
+            axes.fill_between(accuracy.x, low, high, color=_ORANGE, alpha=0.16, linewidth=0)
         axes.plot(accuracy.x, accuracy.y, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5,
                   markeredgecolor="white", label="held-out accuracy, 95 % interval")  # fmt: skip
     _finish(axes, history.run, "step")

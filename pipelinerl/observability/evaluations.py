@@ -65,18 +65,9 @@ def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
         return ()
     lines = []
     for number, (name, events) in enumerate(history.evaluation_sets.items()):
-        accuracy, low, high = (history.series(events, each, x="model_version") for each in ("accuracy", "low", "high"))
-        whole = low.x == high.x == accuracy.x
-        lines.append(
-            Line(
-                series=accuracy,
-                label=name,
-                colour=1 + number % _COLOURS,
-                mark=Mark.DOTS,
-                low=low.y if whole else (),
-                high=high.y if whole else (),
-            )
-        )
+        accuracy, low, high = history.accuracy(events)
+        colour = 1 + number % _COLOURS
+        lines.append(Line(series=accuracy, label=name, colour=colour, mark=Mark.DOTS, low=low, high=high))
     return tuple(lines)
 
 

@@ -5,16 +5,15 @@
 Guarantees:
 
 - Each record is written with one `write`, so readers never see two records mixed.
+- A power failure may lose the records of the last seconds; if only the process is killed, all records survive.
 - A writer killed in the middle of a line leaves a torn tail. Readers ignore it, and the next writer cuts it off.
 - Written records never change. Only one process writes to a log.
 - While the disk is full, records are kept in memory and written in order once there is space. The writer does not
   block. If the disk filled up in the middle of a record, the rest of this record is written first.
 
-The mode `Sync` decides which records a power failure may lose.
-
 | waits for | at most | who unblocks it |
 |---|---|---|
-| disk space (`close`, and `write` with `Sync.EACH`) | `timeout_s` | the user, by freeing space |
+| disk space (`close`) | `timeout_s` | the user, by freeing space |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, step_skipped, publish, evaluation, engines,
 knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired,
@@ -33,9 +32,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 log = logging.getLogger("pipelinerl")
@@ -48,6 +45,8 @@ _PAUSE_S: Final = 1.0
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
+#: Kinds of the events that end a run, or this launch of it.
+ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 def kind_of(event: Event) -> str:
@@ -56,30 +55,26 @@ def kind_of(event: Event) -> str:
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
 
-class Sync(StrEnum):
-    """When a record is forced to disk (fsync). In both modes, records survive if only the process is killed."""
+def number(fields: Mapping[str, Any], name: str) -> float | None:
+    """Return the field `name` as a float; None unless it is a finite number."""
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -1e300 < value < 1e300:
+        return None
+    return float(value)
 
-    EACH = "each"
-    """Before `write` returns."""
-    LATER = "later"
-    """Within seconds, by the operating system, and at `close`."""
+
+def amount(fields: Mapping[str, Any], name: str) -> float:
+    """Return the field `name` as a float; 0 unless it is a finite number."""
+    return number(fields, name) or 0.0
 
 
 @final
 class EventLog:
     """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        sync: Sync = Sync.LATER,
-        clock: Callable[[], float] = time.time,
-        timeout_s: float = 300.0,
-    ) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, timeout_s: float = 300.0) -> None:
         """Open the log for writing. On a full disk, wait up to `timeout_s`, by default as long as the trainer does."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._sync = sync
         self._clock = clock
         self._timeout_s = timeout_s
         self._path = path
@@ -88,17 +83,13 @@ class EventLog:
         self.no_room = ""
         """The reason why records cannot be written now; empty if they can."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.lseek(self._file, _whole_length(self._file), os.SEEK_SET)
-        os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
+        os.ftruncate(self._file, os.lseek(self._file, _whole_length(self._file), os.SEEK_SET))
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; non-finite numbers become null. Raises OSError, for a full disk only after `timeout_s`."""
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
         self._put()
-        if self._sync is Sync.EACH:
-            self._put_all()
-            os.fsync(self._file)
 
     def count_recent(self, **fields: Any) -> int:
         """Count the records in the last 64 KiB that have the given field values, so a writer can detect repetition."""
@@ -113,17 +104,14 @@ class EventLog:
         if self._file >= 0:
             file = self._file
             try:
-                self._put_all()
+                self._put()
+                while self._unwritten:
+                    time.sleep(_PAUSE_S)
+                    self._put()
                 os.fsync(file)
             finally:
                 self._file = -1
                 os.close(file)
-
-    def _put_all(self) -> None:
-        while self._unwritten:
-            self._put()
-            if self._unwritten:
-                time.sleep(_PAUSE_S)
 
     def _put(self) -> None:
         """Write as many pending bytes as fit on the disk, in order, beginning with the rest of an incomplete line."""
@@ -145,9 +133,7 @@ class EventLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -156,10 +142,8 @@ def read_events(path: Path) -> list[Event]:
 
     Raises FileNotFoundError if there is no log, ValueError (naming the line) if a line before the tail is not a record.
     """
-    events: list[Event] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        events.append(_record(line, f"{path}:{number}"))
-    return events
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
 @final

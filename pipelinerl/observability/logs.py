@@ -60,7 +60,9 @@ def configure(*, run: str, role: str, stream: TextIO | None = None, level: int =
     """Make all loggers of this process write JSON lines to `stream` (default stderr), and nowhere else."""
     log = ProcessLog(run, role)
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_formatter(log))
+    formatter = logging.Formatter()
+    formatter.format = log.line  # type: ignore[method-assign]  # composition: our line, not a subclass of theirs
+    handler.setFormatter(formatter)
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -70,12 +72,6 @@ def configure(*, run: str, role: str, stream: TextIO | None = None, level: int =
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
     logging.captureWarnings(True)
     return log
-
-
-def _formatter(log: ProcessLog) -> logging.Formatter:
-    formatter = logging.Formatter()
-    formatter.format = log.line  # type: ignore[method-assign]  # composition: our line, not a subclass of theirs
-    return formatter
 
 
 #: Patterns for the user and password in an address: before the host, and in the query, where redis-py accepts them.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Self, final
 
 from rich.console import Console, Group, RenderableType
@@ -30,6 +29,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     format_duration,
+    format_milliseconds,
     restarts_line,
 )
 
@@ -66,7 +66,7 @@ class ProgressDisplay:
         self._rewards: list[float] = []
         self._step = -1
         self._printed_at = float("-inf")
-        self._printed: RunStatus | None = None
+        self._printed: tuple[object, ...] = ()
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -74,9 +74,7 @@ class ProgressDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -90,9 +88,11 @@ class ProgressDisplay:
             self._live.update(render(status, width=self.console.width, rewards=self._rewards))
             return
         now = self._clock()
-        if now - self._printed_at >= self._line_every_s or _is_news(self._printed, status):
+        accuracies = [each.accuracy for each in (status.held_out, *status.other_sets)]
+        news = (status.phase, accuracies, status.alarms)
+        if now - self._printed_at >= self._line_every_s or news != self._printed:
             self.console.print(line(status), highlight=False, markup=False, soft_wrap=True)
-            self._printed_at, self._printed = now, status
+            self._printed_at, self._printed = now, news
 
 
 def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> RenderableType:
@@ -128,7 +128,7 @@ def line(status: RunStatus) -> str:
         *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
         f"staleness {status.last_step.staleness_mean:.1f} (max {status.last_step.staleness_max})",
-        f"pause {_milliseconds(status.fleet.update_pause_s)}",
+        f"pause {format_milliseconds(status.fleet.update_pause_s)}",
         f"engines {status.fleet.occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
     ]
@@ -160,17 +160,6 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(_BARS[int((mean - low) / span * 7.999) if span > 0 else 0] for mean in means)
-
-
-def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
-    if before is None:
-        return True
-    return (
-        before.phase is not now.phase
-        or before.held_out.accuracy != now.held_out.accuracy
-        or [each.accuracy for each in before.other_sets] != [each.accuracy for each in now.other_sets]
-        or before.alarms != now.alarms
-    )
 
 
 def _head(status: RunStatus) -> Table:
@@ -205,7 +194,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("held-out", held_out),
         ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
         ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),
-        ("update pause", _milliseconds(status.fleet.update_pause_s)),
+        ("update pause", format_milliseconds(status.fleet.update_pause_s)),
         ("engines", f"{status.fleet.occupancy:.0%} busy"),
         ("entropy", entropy + ("" if step.exact_entropy is None else f", exact {step.exact_entropy:.3f}")),
         ("length", _length(step.length_mean, step.truncated)),
@@ -263,7 +252,9 @@ def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
     )
     cells = [(label, format(figures[name], form)) for label, name, form in forms if name in figures]
     if "verifier_s" in figures:
-        cells.append(("verifier", f"{_milliseconds(figures['verifier_s'])}, {figures['verifier_errors']:.0f} errors"))
+        cells.append(
+            ("verifier", f"{format_milliseconds(figures['verifier_s'])}, {figures['verifier_errors']:.0f} errors")
+        )
     parts = [(name.removeprefix("reward."), f"{value:.3f}") for name, value in figures.items() if "reward." in name]
     return [*cells, *parts]
 
@@ -322,10 +313,6 @@ def _evaluating(evaluating: EvaluatingStatus) -> str:
     again = f", {evaluating.discarded} answers of other versions discarded" if evaluating.discarded else ""
     sets = f" ({', '.join(evaluating.sets)})" if len(evaluating.sets) > 1 else ""
     return f"evaluating v{evaluating.model_version}{where}{sets}: {evaluating.answered}/{evaluating.problems}{again}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _eta(status: RunStatus) -> str:

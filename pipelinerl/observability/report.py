@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
@@ -25,6 +26,7 @@ from pipelinerl.observability.evaluations import (
     accuracy_lines,
     evaluation_rows,
     group_rows,
+    interval,
     note,
     pass_at_lines,
     pass_at_words,
@@ -32,11 +34,17 @@ from pipelinerl.observability.evaluations import (
 )
 from pipelinerl.observability.events import Event, kind_of, read_events
 from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, tell
-from pipelinerl.observability.samples.page import samples_section
-from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleGroup, one_line
-from pipelinerl.observability.status import format_duration
+from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, groups_of, mean_of, stale_share, tell
+from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery, read_samples
+from pipelinerl.observability.samples.record import (
+    AnswerRecord,
+    SampleGroup,
+    SampleKind,
+    one_line,
+    shortened,
+    visible,
+)
+from pipelinerl.observability.status import format_duration, format_milliseconds
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -127,21 +135,11 @@ def _tile(name: str, value: str, note: str) -> str:
 
 def _learning(history: RunHistory) -> str:
     reward = history.by_step("reward")
-    accuracy = history.series(history.evaluations, "accuracy", x="model_version")
-    low = history.series(history.evaluations, "low", x="model_version")
-    high = history.series(history.evaluations, "high", x="model_version")
-    whole = low.x == high.x == accuracy.x
+    accuracy, low, high = history.accuracy(history.evaluations)
     lines = (
         Line(series=reward, colour=1, mark=Mark.FAINT),
         Line(series=reward.smoothed(), label="reward, training", colour=1),
-        Line(
-            series=accuracy,
-            label="held-out accuracy",
-            colour=2,
-            mark=Mark.DOTS,
-            low=low.y if whole else (),
-            high=high.y if whole else (),
-        ),
+        Line(series=accuracy, label="held-out accuracy", colour=2, mark=Mark.DOTS, low=low, high=high),
     )
     fits = all(0 <= value <= 1 for line in lines for value in line.series.y)
     y_max = 1.0 if fits else 0.0
@@ -150,71 +148,52 @@ def _learning(history: RunHistory) -> str:
     return f"{_legend(lines)}<div class=for-wide>{svg(wide)}</div><div class=for-narrow>{svg(narrow)}</div>"
 
 
+def _chart(title: str, series: Mapping[str, Series], *, x_label: str = "step", **options: Any) -> tuple[str, Chart]:
+    """Return the title, and a chart with a line for each series by its label; the colours follow the order."""
+    lines = (Line(series=each, label=label, colour=at) for at, (label, each) in enumerate(series.items(), start=1))
+    return title, Chart(lines=tuple(lines), x_label=x_label, **options)
+
+
 def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
-    steps, x = history.by_step, "step"
-
-    def one(series: Series, label: str = "", colour: int = 1) -> Line:
-        return Line(series=series, label=label, colour=colour)
-
+    steps, engines = history.by_step, partial(history.series, history.engines)
+    of_share: dict[str, Any] = {"percent": True, "y_max": 1.0}
+    update: dict[str, Any] = {"x_label": "model version", "unit": " ms"}
     figures = [
-        ("Held-out accuracy by set", Chart(lines=accuracy_lines(history), x_label=x, percent=True, y_max=1.0)),
+        ("Held-out accuracy by set", Chart(lines=accuracy_lines(history), x_label="step", **of_share)),
         *(
-            (f"pass@k, {_held_out(name)}", Chart(lines=pass_at_lines(events), x_label=x, percent=True, y_max=1.0))
+            (
+                f"pass@k, {'held out' if name == HELD_OUT else name}",
+                Chart(lines=pass_at_lines(events), x_label="step", **of_share),
+            )
             for name, events in history.evaluation_sets.items()
         ),
-        (
-            "Staleness, in versions",
-            Chart(lines=(one(steps("staleness_mean"), "mean"), one(steps("staleness_max"), "max", 2)), x_label=x),
-        ),
-        (
-            "Tokens sampled per second",
-            Chart(lines=(one(history.series(history.engines, "tokens_per_s")),), x_label="seconds"),
-        ),
-        (
-            "Busy engine slots",
-            Chart(
-                lines=(one(history.series(history.engines, "occupancy")),), x_label="seconds", percent=True, y_max=1.0
-            ),
-        ),
-        (
-            "Update pause, no token decoded",
-            Chart(lines=(one(_scaled(history, "pause_s")),), x_label="model version", unit=" ms"),
-        ),
-        (
-            "Duration of a weight update",
-            Chart(lines=(one(_scaled(history, "total_s")),), x_label="model version", unit=" ms"),
-        ),
-        (
-            "Step time",
-            Chart(
-                lines=(one(steps("step_s"), "step"), one(steps("wait_s"), "waiting for rollouts", 2)),
-                x_label=x,
-                unit=" s",
-            ),
-        ),
-        ("Gradient norm", Chart(lines=(one(steps("grad_norm")),), x_label=x)),
-        ("Loss", Chart(lines=(one(steps("loss")),), x_label=x)),
-        ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
-        ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
+        _chart("Staleness, in versions", {"mean": steps("staleness_mean"), "max": steps("staleness_max")}),
+        _chart("Tokens sampled per second", {"": engines("tokens_per_s")}, x_label="seconds"),
+        _chart("Busy engine slots", {"": engines("occupancy")}, x_label="seconds", **of_share),
+        _chart("Update pause, no token decoded", {"": history.update_ms("pause_s")}, **update),
+        _chart("Duration of a weight update", {"": history.update_ms("total_s")}, **update),
+        _chart("Step time", {"step": steps("step_s"), "waiting for rollouts": steps("wait_s")}, unit=" s"),
+        _chart("Gradient norm", {"": steps("grad_norm")}),
+        _chart("Loss", {"": steps("loss")}),
+        _chart("Learning rate", {"": steps("learning_rate")}),
+        _chart("Share of tokens clipped", {"": steps("clip_fraction")}, percent=True),
         *update_charts(history),
-        ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
+        _chart("Effective sample size, of 1", {"": steps("ess")}, **of_share),
         *domain_charts(history),
-        ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(history, "p95"), x_label=x)),
-        ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(history, "response_max"), x_label=x)),
+        _chart("Trainer − sampler, P95 |Δ log-prob|", _by_cause(history, "p95")),
+        _chart("Trainer − sampler, max |Δp| of a response", _by_cause(history, "response_max")),
     ]
     return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
 
 
-def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) for KL from π_old and for clipping, by optimizer step; empty if steps have only one each."""
+def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
+    """Return (title, chart) for KL from π_old and for clipping, by optimizer step; no points if each step has one."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
-    yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
-    yield (
-        "Share of tokens clipped at each optimizer step",
-        Chart(lines=(Line(series=clipped),), x_label="step", percent=True),
-    )
-    made = history.by_step("optimizer_steps")
-    yield "Optimizer steps per step", Chart(lines=(Line(series=made),), x_label="step")
+    return [
+        _chart("KL from π_old at each optimizer step", {"": kl}, unit=" nats"),
+        _chart("Share of tokens clipped at each optimizer step", {"": clipped}, percent=True),
+        _chart("Optimizer steps per step", {"": history.by_step("optimizer_steps")}),
+    ]
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
@@ -228,17 +207,8 @@ def _by_update(history: RunHistory, name: str) -> Series:
     return Series(tuple(x for x, _ in points), tuple(y for _, y in points))
 
 
-def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:
-    causes = ("numerics", "staleness", "cache")
-    return tuple(
-        Line(series=history.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
-        for colour, cause in enumerate(causes, start=1)
-    )
-
-
-def _scaled(history: RunHistory, field: str) -> Series:
-    series = history.series(history.publications, field, x="model_version")
-    return Series(series.x, tuple(1e3 * value for value in series.y))
+def _by_cause(history: RunHistory, figure: str) -> dict[str, Series]:
+    return {cause: history.by_step(f"mismatch_{cause}_{figure}") for cause in ("numerics", "staleness", "cache")}
 
 
 def _figure(title: str, chart: Chart) -> str:
@@ -274,10 +244,6 @@ def _evaluations(history: RunHistory) -> str:
     return "".join(parts) or "<p class=none>Nothing was evaluated.</p>"
 
 
-def _held_out(name: str) -> str:
-    return "held out" if name == HELD_OUT else name
-
-
 def _domains(history: RunHistory) -> str:
     rows, episodes = domain_rows(history), episode_rows(history)
     if not rows:
@@ -311,10 +277,14 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
-        low, high = evaluation.get("low"), evaluation.get("high")
-        interval = f" (95 %: {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
+        bounds = interval(evaluation.get("low"), evaluation.get("high"))
         problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
-        rows.append(("held-out accuracy", f"{first:.1%} → {evaluation['accuracy']:.1%}{interval}{problems}"))
+        rows.append(
+            (
+                "held-out accuracy",
+                f"{first:.1%} → {evaluation['accuracy']:.1%}{f' (95 %: {bounds})' if bounds else ''}{problems}",
+            )
+        )
         details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
         if shown := "; ".join(detail for detail in details if detail):
             rows.append(("last evaluation", shown))
@@ -332,7 +302,12 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         updates = f"{len(history.publications):,} weight updates"
-        rows.append(("update pause", f"{_short(pause)} typically, {_short(longest)} at most, {updates}"))
+        rows.append(
+            (
+                "update pause",
+                f"{format_milliseconds(pause)} typically, {format_milliseconds(longest)} at most, {updates}",
+            )
+        )
     return rows
 
 
@@ -354,10 +329,6 @@ def outcome(history: RunHistory) -> str:
     if history.finished is None:
         return "not finished"
     return str(history.finished.get("reason") or "finished")
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 #: Number of line colours that the page defines; charts show this many domains, the table shows all.
@@ -382,23 +353,13 @@ DOMAIN_HEAD: Final = (
 )
 
 
-EPISODE_HEAD: Final = (
-    "last steps",
-    "turns",
-    "segments",
-    "seconds outside the model",
-    "calls",
-    "failed",
-    "malformed",
-)
+EPISODE_HEAD: Final = ("last steps", "turns", "segments", "seconds outside the model", "calls", "failed", "malformed")
 
 
 def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
     """Return a row for each domain with episodes, with the columns `EPISODE_HEAD`: means per episode, sums of calls."""
     rows = []
-    steps = history.steps[-_STEPS:]
-    for name in sorted({name for step in steps for name in _by(step, "by_domain")}):
-        figures = [_by(step, "by_domain")[name] for step in steps if name in _by(step, "by_domain")]
+    for name, figures in groups_of(history.steps[-_STEPS:], "by_domain").items():
         if (turns := mean_of(figures, "turns")) is None:
             continue
         segments, seconds = mean_of(figures, "segments"), mean_of(figures, "environment_s", weight="episodes")
@@ -410,104 +371,122 @@ def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
     """Return rows by domain, then by tag, with the columns `DOMAIN_HEAD`: means over the last steps' rollouts."""
-    steps = history.steps[-_STEPS:]
-    rows = []
-    for field in ("by_domain", "by_tag"):
-        names = sorted({name for step in steps for name in _by(step, field)})
-        rows += [_row(name, [_by(step, field)[name] for step in steps if name in _by(step, field)]) for name in names]
-    return rows
+    groups = [groups_of(history.steps[-_STEPS:], field).items() for field in ("by_domain", "by_tag")]
+    return [_row(name, figures) for each in groups for name, figures in each]
 
 
 def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
     """Return (title, chart) for the main metrics, with a line for each of the first `_COLOURS` domains."""
+    names, steps = list(groups_of(history.steps, "by_domain"))[:_COLOURS], history.by_step
 
-    def lines(figure: str) -> tuple[Line, ...]:
-        names = sorted({name for step in history.steps for name in _by(step, "by_domain")})[:_COLOURS]
-        return tuple(
-            Line(series=_course(history, name, figure), label=name, colour=colour)
-            for colour, name in enumerate(names, start=1)
-        )
+    def by_domain(figure: str) -> dict[str, Series]:
+        return {name: _course(history, name, figure) for name in names}
 
-    steps = history.by_step
+    reward = {name: series.smoothed() for name, series in by_domain("reward").items()}
+    entropies = {"of the sampled tokens": steps("entropy"), "exact": steps("exact_entropy")}
     return [
-        (
-            "Entropy, nats per token",
-            Chart(
-                lines=(
-                    Line(series=steps("entropy"), label="of the sampled tokens"),
-                    Line(series=steps("exact_entropy"), label="exact", colour=2),
-                ),
-                x_label="step",
-            ),
-        ),
-        (
-            "Answer length, tokens",
-            Chart(
-                lines=(
-                    Line(series=steps("length_mean"), label="mean"),
-                    Line(series=steps("length_p95"), label="P95", colour=2),
-                ),
-                x_label="step",
-            ),
-        ),
-        (
-            "Reward by domain, smoothed",
-            Chart(
-                lines=tuple(replace(each, series=each.series.smoothed()) for each in lines("reward")), x_label="step"
-            ),
-        ),
-        ("Accuracy by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
-        ("Mean length by domain", Chart(lines=lines("length_mean"), x_label="step")),
-        ("Share truncated by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
-        ("Share stale by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
+        _chart("Entropy, nats per token", entropies),
+        _chart("Answer length, tokens", {"mean": steps("length_mean"), "P95": steps("length_p95")}),
+        _chart("Reward by domain, smoothed", reward),
+        _chart("Accuracy by domain", by_domain("accuracy"), percent=True, y_max=1.0),
+        _chart("Mean length by domain", by_domain("length_mean")),
+        _chart("Share truncated by domain", by_domain("truncated"), percent=True),
+        _chart("Share stale by domain", by_domain("stale"), percent=True),
     ]
 
 
-def mean_of(figures: Sequence[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
-    """Return the mean of the metric `name`, weighted by the field `weight`; None if it is missing everywhere."""
-    pairs = [(float(each[name]), float(each.get(weight) or 0.0)) for each in figures if each.get(name) is not None]
-    total = sum(of for _, of in pairs)
-    return sum(value * of for value, of in pairs) / total if total else None
-
-
 def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    def share(figure: str) -> str:
-        value = mean_of(figures, figure)
-        return "–" if value is None else f"{value:.1%}"
-
-    def number(figure: str, form: str) -> str:
+    def shown(figure: str, form: str) -> str:
         value = mean_of(figures, figure)
         return "–" if value is None else format(value, form)
 
     parts = sorted({key.removeprefix("reward.") for each in figures for key in each if key.startswith("reward.")})
-    reward = ", ".join(
-        [number("reward", ".3f"), *(f"{one_line(part)} {number(f'reward.{part}', '.3f')}" for part in parts)]
-    )
-    stale = sum(each.get("stale_groups", 0) for each in figures)
-    arrived = stale + sum(each.get("groups", 0) for each in figures)
-    seconds = mean_of(figures, "verifier_s", weight="verified")
+    reward = [shown("reward", ".3f"), *(f"{one_line(part)} {shown(f'reward.{part}', '.3f')}" for part in parts)]
+    stale, seconds = stale_share(figures), mean_of(figures, "verifier_s", weight="verified")
     errors = sum(each.get("verifier_errors", 0) for each in figures)
     verifier = "–" if seconds is None else f"{seconds * 1e3:.3g} ms" + (f", {errors:.0f} errors" if errors else "")
-    rollouts = sum(each.get("rollouts", 0) for each in figures)
     return (
         one_line(name),
-        f"{rollouts:,.0f}",
-        reward,
-        share("accuracy"),
-        number("length_mean", ".1f"),
-        number("length_p95", ".1f"),
-        *(share(figure) for figure in ("truncated", "unjudged", "all_right", "all_wrong")),
-        f"{stale / arrived:.1%}" if arrived else "–",
+        f"{sum(each.get('rollouts', 0) for each in figures):,.0f}",
+        ", ".join(reward),
+        shown("accuracy", ".1%"),
+        shown("length_mean", ".1f"),
+        shown("length_p95", ".1f"),
+        *(shown(figure, ".1%") for figure in ("truncated", "unjudged", "all_right", "all_wrong")),
+        "–" if stale is None else f"{stale:.1%}",
         verifier,
     )
 
 
 def _course(history: RunHistory, domain: str, figure: str) -> Series:
-    points = [(float(step["step"]), _by(step, "by_domain").get(domain, {}).get(figure)) for step in history.steps]
-    known = [(x, float(y)) for x, y in points if isinstance(y, int | float)]
-    return Series(tuple(x for x, _ in known), tuple(y for _, y in known))
+    """Return a metric of one domain as a series over the step."""
+    by_step = [(step["step"], groups_of([step], "by_domain").get(domain, [])) for step in history.steps]
+    return history.series([{"step": step, **each} for step, figures in by_step for each in figures], figure, x="step")
 
 
-def _by(step: Event, field: str) -> Mapping[str, Mapping[str, Any]]:
-    figures = step.get(field)
-    return figures if isinstance(figures, dict) else {}
+# --- samples: best and worst answers of the last steps, and the worst of the last evaluation --------------------------
+#
+# Texts of models, verifiers and data sets are untrusted: they are shortened, their invisible characters are shown as
+# escapes, and HTML is escaped, in this order. They are placed only in elements that hold text.
+
+#: Number of steps from which the report chooses samples: the last ones that have any.
+_SAMPLE_STEPS: Final = 5
+_SAMPLES: Final = 4
+_SAMPLE_CHARACTERS: Final = 1500
+
+
+def samples_section(groups: Sequence[SampleGroup]) -> str:
+    """Return the HTML of the report's section on samples."""
+    trained = _last_steps(groups, SampleKind.TRAINED, _SAMPLE_STEPS)
+    filtered = _last_steps(groups, SampleKind.FILTERED, 1)
+    parts = [
+        _part("Best of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.BEST)),
+        _part("Worst of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.WORST)),
+        *_evaluated_samples(groups),
+        _part("Filtered, never trained", _ranked(filtered, SampleKind.FILTERED, Ranking.NEWEST)),
+    ]
+    return "".join(parts) or "<p class=none>No samples were kept.</p>"
+
+
+def _evaluated_samples(groups: Sequence[SampleGroup]) -> Iterator[str]:
+    sets = sorted({group.evaluation for group in groups if group.kind is SampleKind.EVALUATION})
+    for name in sets:
+        of_set = _last_steps([group for group in groups if group.evaluation == name], SampleKind.EVALUATION, 1)
+        title = "Worst of the last evaluation" + (f", {name}" if len(sets) > 1 else "")
+        yield _part(title, _ranked(of_set, SampleKind.EVALUATION, Ranking.WORST))
+
+
+def _last_steps(groups: Sequence[SampleGroup], kind: SampleKind, steps: int) -> list[SampleGroup]:
+    kept = sorted({group.step for group in groups if group.kind is kind})[-steps:]
+    return [group for group in groups if group.kind is kind and group.step in kept]
+
+
+def _ranked(groups: Sequence[SampleGroup], kind: SampleKind, ranking: Ranking) -> list[ChosenSample]:
+    return SampleQuery(kinds=frozenset((kind,)), ranking=ranking, limit=_SAMPLES).choose(groups)
+
+
+def _part(title: str, chosen: Sequence[ChosenSample]) -> str:
+    if not chosen:
+        return ""
+    return f"<h3>{escape(title)}</h3>" + "".join(_sample(*each) for each in chosen)
+
+
+def _sample(group: SampleGroup, answer: AnswerRecord) -> str:
+    facts = [f"step {group.step}", group.domain, *group.tags, group.why, answer.outcome]
+    facts.append("" if answer.reward is None else f"reward {answer.reward:.3g}")
+    facts.append("" if answer.advantage is None else f"advantage {answer.advantage:+.3g}")
+    facts.append(f"{answer.length:,} tokens, ended by {answer.finish_reason}")
+    facts.append(", ".join(f"v{version} × {tokens}" for version, tokens in answer.spans))
+    head = " · ".join(_inert(fact, 200) for fact in facts if fact)
+    texts = (
+        ("prompt", group.prompt),
+        ("truth", group.ground_truth),
+        ("reason", answer.reason),
+        ("answer", answer.text),
+    )
+    body = "".join(f"<dt>{name}</dt><dd>{_inert(text, _SAMPLE_CHARACTERS)}</dd>" for name, text in texts if text)
+    return f"<details class=sample open><summary>{head}</summary><dl>{body}</dl></details>"
+
+
+def _inert(text: str, most: int) -> str:
+    return escape(visible(shortened(text, most)))

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import ENDS, Event, amount, number
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
-_ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 #: Name of the evaluation set if an event does not name its set.
 HELD_OUT: Final = "held_out"
 
@@ -74,7 +73,7 @@ class RunHistory:
     @property
     def duration_s(self) -> float:
         """Seconds from the start to the last event."""
-        return max((float(event.get("elapsed_s") or 0.0) for event in self._all()), default=0.0)
+        return max((amount(event, "elapsed_s") for event in self._all()), default=0.0)
 
     @property
     def sampled_tokens(self) -> int:
@@ -84,13 +83,13 @@ class RunHistory:
     @property
     def first_accuracy(self) -> float | None:
         """Held-out accuracy of the first evaluation that has one."""
-        known = (_number(event, "accuracy") for event in self.evaluations)
+        known = (number(event, "accuracy") for event in self.evaluations)
         return next((accuracy for accuracy in known if accuracy is not None), None)
 
     @property
     def last_evaluation(self) -> Event | None:
         """The newest evaluation that has an accuracy."""
-        return next((event for event in reversed(self.evaluations) if _number(event, "accuracy") is not None), None)
+        return next((event for event in reversed(self.evaluations) if number(event, "accuracy") is not None), None)
 
     @property
     def other_accuracies(self) -> list[tuple[str, float, float]]:
@@ -120,13 +119,23 @@ class RunHistory:
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
         """Return the fields `x` and `y` as a series, from the events in which both are numbers."""
-        pairs = [(_number(event, x), _number(event, y)) for event in events]
+        pairs = [(number(event, x), number(event, y)) for event in events]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
 
     def by_step(self, field: str) -> Series:
         """Return a field of the `step` events as a series over the step."""
         return self.series(self.steps, field, x="step")
+
+    def update_ms(self, field: str) -> Series:
+        """Return a field of the `publish` events, in milliseconds, as a series over the model version."""
+        seconds = self.series(self.publications, field, x="model_version")
+        return Series(seconds.x, tuple(1e3 * value for value in seconds.y))
+
+    def accuracy(self, events: Sequence[Event]) -> tuple[Series, tuple[float, ...], tuple[float, ...]]:
+        """Return accuracy over model version and its interval's bounds, [n] each; no bounds if some are unknown."""
+        accuracy, low, high = (self.series(events, field, x="model_version") for field in ("accuracy", "low", "high"))
+        return (accuracy, low.y, high.y) if low.x == high.x == accuracy.x else (accuracy, (), ())
 
     def _mean_reward(self, part: slice) -> float | None:
         values = self.by_step("reward").y[part]
@@ -146,8 +155,8 @@ def tell(events: Sequence[Event]) -> RunHistory:
     for event in events:
         by_kind.setdefault(str(event["kind"]), []).append(event)
     # A resumed run writes another `run_started`; events before it that ended the run do not count.
-    last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
-    ends = [event for event in events[last_start + 1 :] if event["kind"] in _ENDS]
+    last_start = max((at for at, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
+    ends = [event for event in events[last_start + 1 :] if event["kind"] in ENDS]
     incidents = [
         e
         for e in events
@@ -169,8 +178,8 @@ def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
     """Group evaluations by set, in the order of the sets in the recipe; older logs have one unnamed set."""
     # If two sets have the same place because the recipe was edited, the one that was evaluated last comes first.
     order: dict[str, tuple[float, int]] = {}
-    for number, event in enumerate(events):
-        order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)
+    for position, event in enumerate(events):
+        order[str(event.get("name", HELD_OUT))] = (amount(event, "place"), -position)
     return {
         name: _latest([event for event in events if event.get("name", HELD_OUT) == name], "model_version")
         for name in sorted(order, key=lambda name: order[name])
@@ -178,10 +187,29 @@ def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
 
 
 def _latest(events: Sequence[Event], key: str) -> tuple[Event, ...]:
-    latest = {event[key]: event for event in events if _number(event, key) is not None}
-    return tuple(latest[number] for number in sorted(latest))
+    latest = {event[key]: event for event in events if number(event, key) is not None}
+    return tuple(latest[value] for value in sorted(latest))
 
 
-def _number(event: Event, field: str) -> float | None:
-    value: Any = event.get(field)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def groups_of(steps: Iterable[Event], field: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the metrics of each domain (`by_domain`) or tag (`by_tag`) in the steps that report it, sorted by name."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for step in steps:
+        figures = step.get(field)
+        for name, each in figures.items() if isinstance(figures, dict) else ():
+            if isinstance(each, dict):
+                by_name.setdefault(name, []).append(each)
+    return dict(sorted(by_name.items()))
+
+
+def mean_of(figures: Iterable[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
+    """Return the mean of the metric `name`, weighted by the field `weight`; None if no value has a weight."""
+    pairs = [(value, amount(each, weight)) for each in figures if (value := number(each, name)) is not None]
+    total = sum(of for _, of in pairs)
+    return sum(value * of for value, of in pairs) / total if total else None
+
+
+def stale_share(figures: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of stale groups in all groups that arrived; None if none arrived."""
+    stale, others = (sum(amount(each, field) for each in figures) for field in ("stale_groups", "groups"))
+    return stale / (stale + others) if stale + others else None

@@ -274,6 +274,11 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def format_milliseconds(seconds: float) -> str:
+    """Format a short time as milliseconds below a second: `12.5 ms`, `1.25 s`."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 #: The media type of Prometheus' text format.
 PROMETHEUS_TYPE: Final = "text/plain; version=0.0.4"
 

@@ -78,7 +78,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
         trained.append(f"{job.arm}{job.seed}{job.changes}")
         return finished([])
 
-    monkeypatch.setattr(arms, "RESULTS", tmp_path)
+    monkeypatch.setattr(arms, "read_record", lambda name: json.loads(path.read_text()) if path.exists() else {})
     monkeypatch.setattr(arms, "write_record", record)
     monkeypatch.setattr(arms, "train", train)
     jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
@@ -94,7 +94,7 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatc
     values(Job("a", 0, "tiny", ("x=2",)))
     assert trained == ["a0('x=1',)", "a1('x=1',)", "a0('x=2',)"]
     kept = [(row["seed"], row["changes"]) for row in json.loads(path.read_text())["runs"]]
-    assert kept == [(0, ["x=2"]), (1, ["x=1"])], "another seed stays, and an earlier run of the same arm and seed goes"
+    assert kept == [(0, ["x=2"]), (1, ["x=1"])], "a run replaces the earlier run of its arm and seed only"
 
 
 def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(
@@ -111,7 +111,7 @@ def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_les
         trained.append(f"{job.arm}{job.seed}")
         return finished([])
 
-    monkeypatch.setattr(arms, "RESULTS", tmp_path)
+    monkeypatch.setattr(arms, "read_record", lambda name: json.loads(path.read_text()) if path.exists() else {})
     monkeypatch.setattr(arms, "write_record", lambda name, payload, *, quick: path.write_text(json.dumps(payload)))
     monkeypatch.setattr(arms, "train", train)
     monkeypatch.setattr(arms, "_OtherWork", Meter)

@@ -52,7 +52,7 @@ def test_instances_of_a_gpu_in_mig_mode_are_listed_as_devices() -> None:
 def test_only_gpus_in_cuda_visible_devices_are_listed(visible: str, devices: list[VisibleDevice]) -> None:
     found = read_devices(TWO, visible=visible)
     assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
-    assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
+    assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the order of the user's indices is kept"
 
 
 def test_gpu_memory_is_unknown_if_gpus_differ_and_are_named_by_index() -> None:
@@ -66,7 +66,7 @@ def test_unknown_device_in_cuda_visible_devices_is_rejected(visible: str) -> Non
         UserError, match=rf"CUDA_VISIBLE_DEVICES names {visible}, and this machine has the GPUs 0 \(GPU-1"
     ):
         read_devices(TWO, visible=visible)
-    assert read_devices("", visible=visible).each == (), "where there is no GPU, CUDA shows none, whatever is named"
+    assert read_devices("", visible=visible).each == (), "without GPUs, CUDA_VISIBLE_DEVICES names no device"
 
 
 def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_error_is_raised_if_nvidia_smi_hangs_and_the_run_uses_gpus(
     with pytest.raises(UserError, match=r"nvidia-smi did not answer within 0\.2 s, so which GPUs there are is unknown"):
         devices_for(load("tiny"), {})
     nobody_asks = load("tiny", ["engine.device=cpu", "trainer.device=cpu"])
-    assert devices_for(nobody_asks, {}) == Devices(), "what uses no GPU does not wait for it"
+    assert devices_for(nobody_asks, {}) == Devices(), "a run without GPUs does not call nvidia-smi"
 
 
 def test_gpus_are_read_from_the_drivers_files_if_nvidia_smi_is_missing(

@@ -23,14 +23,18 @@ def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
     return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
+def spec_of(plan: Plan, name: str) -> ProcessSpec:
+    return next(spec for spec in plan.specs if spec.name == name)
+
+
 def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes() -> None:
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
     ports = {spec.name: spec.argv[spec.argv.index("--port") + 1] for spec in made.specs if "--port" in spec.argv}
     assert ports == {"redis": "5003", "controller": "5000", "engine-0": "5001", "engine-1": "5002"}
-    assert made.spec("engine-1").health == "http://127.0.0.1:5002/health"
-    assert made.spec("redis").health == "redis://127.0.0.1:5003/runs/x/redis/password"
+    assert spec_of(made, "engine-1").health == "http://127.0.0.1:5002/health"
+    assert spec_of(made, "redis").health == "redis://127.0.0.1:5003/runs/x/redis/password"
     assert [spec.name for spec in made.specs if spec.on_exit is OnExit.COMPLETE] == ["controller"]
     stops = sorted(made.specs, key=lambda spec: spec.stop_order)
     assert [spec.name.split("-")[0] for spec in stops] == [
@@ -43,9 +47,9 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     made = _plan(config)
     assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
     assert len(list(listening(config))) == len(list(listening(_config()))) + 2
-    spec = made.spec("verifier-1")
+    spec = spec_of(made, "verifier-1")
     assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
-    assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
+    assert spec.argv[3] == "verifier" and spec.stop_order > spec_of(made, "actor-0").stop_order
 
 
 def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options() -> None:
@@ -76,7 +80,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
     assert names == [
         "redis", "controller", "engine-0", "parameter-server-0", "parameter-server-1", "trainer", "actor-0",
     ]  # fmt: skip
-    server, trainer = made.spec("parameter-server-1"), made.spec("trainer")
+    server, trainer = spec_of(made, "parameter-server-1"), spec_of(made, "trainer")
     assert server.argv[3] == "parameter-server" and server.argv[-2:] == ("--port", "5004")
     assert server.health == "http://127.0.0.1:5004/health"
     assert trainer.after == ("controller", "parameter-server-0", "parameter-server-1")
@@ -90,7 +94,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls() -> No
 def test_launcher_starts_no_parameter_servers_if_the_recipe_names_running_ones() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
-    assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
+    assert "--set" not in spec_of(_plan(config), "trainer").argv, "the trainer reads the URLs from the recipe"
 
 
 def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() -> None:
@@ -98,10 +102,10 @@ def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one() ->
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
     assert "redis" not in [spec.name for spec in made.specs]
-    assert made.spec("controller").after == ()
+    assert spec_of(made, "controller").after == ()
     for spec in made.specs:
-        assert "--redis-url" not in spec.argv, "the recipe says it"
-        assert "s3cret" not in f"{spec.argv} {spec.env}", "everybody may read command lines"
+        assert "--redis-url" not in spec.argv, "processes read the URL from the recipe"
+        assert "s3cret" not in f"{spec.argv} {spec.env}", "command lines are public, so they hold no password"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_engines_and_trainer_are_pinned_to_different_cores_on_machines_with_few_
 ) -> None:
     made = _plan(_config(**sections), cores)
     assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
-    assert made.spec("trainer").cpu == trainer
+    assert spec_of(made, "trainer").cpu == trainer
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
@@ -145,7 +149,7 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
         assert spec.argv[spec.argv.index("--set") + 1] == meeting
         assert (spec.cpu, spec.on_exit) == (None, OnExit.DONE)
         assert rank == 0 or spec.argv[4:8] == ("--recipe", "/runs/x/recipe.toml", "--rank", str(rank))
-    assert min(spec.stop_order for spec in members[1:]) > made.spec("trainer").stop_order, "it ends them"
+    assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "rank 0 ends the others"
 
 
 def test_trainer_is_no_process_group_if_it_is_one_process_or_its_other_ranks_are_started_elsewhere() -> None:
@@ -153,13 +157,13 @@ def test_trainer_is_no_process_group_if_it_is_one_process_or_its_other_ranks_are
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))
         assert [spec.name for spec in made.specs if "trainer" in spec.name] == ["trainer"]
-        assert made.spec("trainer").group is None and "--set" not in made.spec("trainer").argv
+        assert spec_of(made, "trainer").group is None and "--set" not in spec_of(made, "trainer").argv
 
 
 def test_process_for_trackers_is_optional_and_stops_after_the_controller() -> None:
     assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
     made = _plan(_config(trackers={"tensorboard": True}))
-    tracker = made.spec("tracker")
+    tracker = spec_of(made, "tracker")
     assert (tracker.on_exit, tracker.after, tracker.health) == (OnExit.SPARE, ("controller",), None)
-    assert tracker.stop_order > made.spec("controller").stop_order
-    assert not any("tracker" in spec.after for spec in made.specs), "nobody waits for it"
+    assert tracker.stop_order > spec_of(made, "controller").stop_order
+    assert not any("tracker" in spec.after for spec in made.specs), "no process waits for the tracker"

@@ -27,8 +27,8 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
         port = int(server.url.rpartition(":")[2])
         assert healthy(port, folder / "password")
         (tmp_path / "other").write_text("guess")
-        assert not healthy(port, tmp_path / "other"), "it is another run's"
-        assert not healthy(port, tmp_path / "absent"), "the server has not begun"
+        assert not healthy(port, tmp_path / "other"), "a server with another password belongs to another run"
+        assert not healthy(port, tmp_path / "absent"), "the server has no password file yet"
     assert not healthy(port, folder / "password")
 
 

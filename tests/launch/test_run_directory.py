@@ -35,7 +35,7 @@ def test_recipe_file_in_the_run_directory_contains_every_key(tmp_path: Path) -> 
     assert made.path == tmp_path / "tiny"
     assert to_table(open_run(made.path).config) == to_table(config)
     assert "learning_rate = 1e-06" in made.recipe.read_text()
-    assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "it may hold the password of a stream server"
+    assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "the recipe may hold the password of a stream server"
 
 
 def test_directory_of_a_run_whose_name_is_taken_gets_a_number(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_recipe_change_on_resume_is_recorded_with_its_step(run_dir: Path) -> Non
     changed(run_dir, "checkpoint.keep=5")
     lines = (run_dir / "recipe.toml").read_text().splitlines()
     assert "# resumed at step 3: run.steps = 45 (was 30)" in lines
-    assert "# resumed at step 3: checkpoint.keep = 5 (was 2)" in lines, "earlier changes stay on record"
+    assert "# resumed at step 3: checkpoint.keep = 5 (was 2)" in lines, "earlier changes stay in the file"
 
 
 def test_report_shows_recipe_changes_made_on_resume(run_dir: Path) -> None:
@@ -172,7 +172,7 @@ def test_recipe_change_that_contradicts_the_checkpoint_is_rejected_with_the_name
     before = (run_dir / "recipe.toml").read_text()
     with pytest.raises(RecipeError, match=reason):
         changed(run_dir, "run.steps=45", override)
-    assert (run_dir / "recipe.toml").read_text() == before, "nothing of it is changed"
+    assert (run_dir / "recipe.toml").read_text() == before, "the recipe file is unchanged"
 
 
 def test_recipe_key_whose_knob_was_changed_in_the_live_run_cannot_be_changed_on_resume(run_dir: Path) -> None:

@@ -423,7 +423,7 @@ def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path: Path) -> No
 
     result, said = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED and not _alive(seen[0])
-    assert said == ["starting spare", "stopping spare"], "it has not died, it was to_stop"
+    assert said == ["starting spare", "stopping spare"], "a stop on request does not count as a death"
 
 
 def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(tmp_path: Path) -> None:
@@ -535,7 +535,7 @@ def test_engine_requested_by_several_status_messages_of_the_controller_is_starte
         staff.follow(status("engine-1", "engine-2", "engine-3", to_stop=("engine-3", "nobody")))
     assert [supervisor.knows(f"engine-{number}") for number in (1, 2, 3)] == [True, True, False]
     urls = {process.spec.health for process in supervisor._processes.values()}
-    assert len(urls) == 2, "ports that are given, and not bound yet, are not given again"
+    assert len(urls) == 2, "an assigned port is not assigned again before it is bound"
     staff.follow(status("engine-1", to_stop=("engine-2",)))
     assert supervisor.pids == {}
 
@@ -604,7 +604,7 @@ def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     supervisor._processes["engine-0"].state = State.STOPPING  # SIGTERM was sent, and the process has not ended yet
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
-    assert not supervisor.knows("engine-1"), "it waits for the device that is being given back"
+    assert not supervisor.knows("engine-1"), "the engine waits for the device of the stopping process"
     supervisor._processes["engine-0"].state = State.ENDED
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -618,7 +618,7 @@ def test_log_of_an_engine_for_which_no_gpu_is_free_says_which_processes_use_the_
     sentence = "engine-1 takes 1 GPU, and too few are free (GPU 0: engine-0; GPU 1: trainer); take an engine out first"
     assert [text.startswith(f"the run continues without engine-1: {sentence}") for text in announced] == [True]
     assert (tmp_path / "logs" / "engine-1.log").read_text().startswith(f"pipelinerl: {sentence}")
-    assert given_up == ["engine-1"], "the controller is told until it wants it no more"
+    assert given_up == ["engine-1"], "the failure is reported until the engine is no longer requested"
     staff.follow(wants("engine-2", type="bigram"))
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
@@ -629,7 +629,7 @@ def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it
     assert seen_by(supervisor, "engine-1") == "0"
     for _ in range(2):
         staff.follow(wants("engine-1", "engine-2"))
-    assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
+    assert given_up == ["engine-2"], "the shares 0.4 + 0.3 + 0.3 use all of the memory"
 
 
 def test_engine_added_during_a_run_gets_an_unused_gpu_rather_than_a_shared_gpu(tmp_path: Path) -> None:

@@ -137,4 +137,4 @@ def test_prometheus_metrics_of_the_controller_agree_with_the_status_that_it_serv
         "pipelinerl_trainer_publish_wait_s 1",
     ):
         assert line in text.splitlines(), line
-    assert "trainer_silent" not in run_metrics(RunStatus(run="new"), {}), "what is not known is not said"
+    assert "trainer_silent" not in run_metrics(RunStatus(run="new"), {}), "unknown values are not exported"

@@ -22,16 +22,19 @@ from pipelinerl.observability.report import (
     domain_charts,
     domain_rows,
     episode_rows,
-    mean_of,
     outcome,
     render,
+    samples_section,
     summary,
     summary_rows,
     update_charts,
     write_report,
 )
-from pipelinerl.observability.run_history import RunHistory, Series, tell
+from pipelinerl.observability.run_history import RunHistory, Series, mean_of, tell
+from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import LastStepStatus, RunStatus
+from tests.observability.samples.groups import HOSTILE, answer, group
 from tests.observability.synthetic import events
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -80,7 +83,7 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
         assert told in text, told
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
-    assert "decision" not in text, "the journal's number tells a reader nothing"
+    assert "decision" not in text, "the number of a decision is left out"
 
 
 def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path: Path) -> None:
@@ -282,17 +285,17 @@ def test_report_lists_each_evaluation_set_separately_in_the_order_of_the_recipe(
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
     edited = tell([*of_two_sets(), of_two_sets()[-1] | {"name": "new", "model_version": 25, "place": 0}])
-    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first of the recipe as it is now"
+    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first set of the current recipe comes first"
     alone = tell([event for event in of_two_sets() if event.get("name") != "<aime>"])
     assert (history.first_accuracy, history.last_evaluation) == (alone.first_accuracy, alone.last_evaluation)
-    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "the one between is not its last"
+    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "first and last accuracy"
     page = render(history, "")
     text = " ".join(Page(page).text)
     assert "Held-out accuracy by set" in text and "pass@k, math" in text and "pass@k, <aime>" not in text
     assert page.count("<h3>&lt;aime&gt;</h3>") == 1 and "6.2% to 25.0%" in text
     rows = dict(summary_rows(history))
     assert rows["<aime>"] == "12.5% → 12.5%"
-    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "one set is in the curve above"
+    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "a single set has no own chart"
 
 
 def step(number: int, *updates: dict[str, float]) -> dict[str, Any]:
@@ -372,3 +375,44 @@ def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls()
     assert episode_rows(history(*steps)) == [("game", "3", "1.5", "1.25", "6", "2", "1")]
     assert "seconds outside the model" in render(history(*steps), "")
     assert "seconds outside the model" not in render(history({"by_domain": {"sums": {"rollouts": 5}}}), "")
+
+
+def test_hostile_sample_text_is_escaped_in_the_report() -> None:
+    evil = group(
+        5,
+        answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE),
+        domain=HOSTILE,
+        tags=(HOSTILE,),
+        prompt=HOSTILE,
+        ground_truth=HOSTILE,
+        problem_id=HOSTILE,
+    )
+    filtered = group(5, answer(HOSTILE), kind=SampleKind.FILTERED, why=HOSTILE)
+    page = samples_section([evil, filtered])
+    elements = Page(page)
+    assert {tag for tag, _ in elements.seen} == {"h3", "details", "summary", "dl", "dt", "dd"}
+    assert page.count("</details>") == page.count("<details"), "hostile text closes no element"
+    assert "<script>alert(1)</script>" in "".join(elements.text), "the escaped text stays readable"
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
+    page.encode()
+
+
+def test_long_sample_text_is_shortened_in_the_report() -> None:
+    page = samples_section([group(1, answer("<" * 10**6), prompt="&" * 10**6)])
+    assert len(page) < 60_000 and "characters left out" in page
+
+
+def test_report_shows_the_best_and_worst_samples_of_the_last_steps() -> None:
+    made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
+    text = "".join(Page(samples_section(made)).text)
+    assert "Best of the last steps" in text and "Worst of the last steps" in text
+    assert "good 20" in text and "bad 20" in text and "good 15" not in text
+
+
+def test_report_contains_the_samples_of_its_run(tmp_path: Path) -> None:
+    assert "No samples were kept." in render(tell(events(3)), "")
+    (tmp_path / "events.jsonl").write_text("")
+    log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)
+    log.put(lambda: [group(1, answer("what it said"))])
+    log.close()
+    assert "what it said" in write_report(tmp_path).html.read_text()

@@ -18,10 +18,10 @@ from typing import Any, Final, final
 from pipelinerl.commands.remote import controller_of, is_url
 from pipelinerl.commands.watch.steering import flat
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, number
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.page.event_tail import EventTail
-from pipelinerl.observability.page.now import number, overview
+from pipelinerl.observability.page.now import overview
 from pipelinerl.observability.page.run_view import RunView, sentence, whole
 from pipelinerl.observability.status import (
     EngineStatus,

@@ -6,7 +6,7 @@ marks, knob changes, evaluations, active alarms, and the latest state of each en
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -57,8 +57,6 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Labels of frequent kinds of events. Such events are not kept, only counted since the last step.
-_COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 
 @final
@@ -71,7 +69,7 @@ class RunView:
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
         marks, mark_count: the last chart marks, and the number of all marks so far.
         evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
-        ended_groups: number of orders that ended untrained since the last step, by cause.
+        given_up: number of groups that actors gave up before each step of `recent`; `given_up_now` since the last one.
     """
 
     steps: StepTable = field(default_factory=StepTable)
@@ -91,8 +89,8 @@ class RunView:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     fleet: Event = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
-    ended_groups: Counter[str] = field(default_factory=Counter)
-    sampled_by: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    given_up: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    given_up_now: int = 0
 
     @property
     def step(self) -> int:
@@ -124,8 +122,8 @@ class RunView:
             self.fleet = event
         elif kind in ("alarm", "alarm_cleared"):
             self._take_alarm(kind, event)
-        elif kind in _COUNTED:
-            self.ended_groups[_COUNTED[kind]] += 1
+        elif kind == "group_outdated":
+            self.given_up_now += 1
         if kind in _LIFECYCLES:
             self._take_engine(_LIFECYCLES[kind], event)
         if kind in _MARKS:
@@ -147,10 +145,10 @@ class RunView:
         if step is not None:
             while self.recent and self.recent[-1]["step"] >= step:
                 self.recent.pop()
-                self.sampled_by.pop()
+                self.given_up.pop()
             self.recent.append({name: value for name, value in event.items() if name != "orders"})
-            self.sampled_by.append(self.ended_groups)
-            self.ended_groups = Counter()
+            self.given_up.append(self.given_up_now)
+            self.given_up_now = 0
         return rewound
 
     def _take_publication(self, event: Event) -> None:

@@ -283,9 +283,9 @@ class SampleIndex:
             fits &= groups["signal"] == wanted.signal
         if wanted.step is not None:
             fits &= groups["step"] >= wanted.step
-            fits &= groups["step"] <= (wanted.step if wanted.step_to is None else wanted.step_to)
-        elif wanted.step_to is not None:
-            fits &= groups["step"] <= wanted.step_to
+        last = wanted.step if wanted.step_to is None else wanted.step_to
+        if last is not None:
+            fits &= groups["step"] <= last
         return fits
 
     def _suiting(self, wanted: SampleFilter, samples: NDArray[Any]) -> Bool:

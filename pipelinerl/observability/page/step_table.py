@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, amount
 
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
@@ -84,7 +84,6 @@ class StepTable:
     def __init__(self, *, most_numbers: int = MOST_NUMBERS) -> None:
         self._most_numbers = most_numbers
         self._columns: dict[str, int] = {}
-        self._names: dict[tuple[str, str, str], str] = {}
         self._chunks: list[_Chunk] = []
 
     @property
@@ -112,20 +111,20 @@ class StepTable:
         again = bool(self._chunks) and step <= self.bounds[1]
         if again:
             self._drop_from(step)
+        samples, tokens = self._chunks[-1].places[2:, self._chunks[-1].count - 1] if self._chunks else (0.0, 0.0)
         if not self._chunks or self._chunks[-1].count == _ROWS:
             if (self.count + _ROWS) * max(64, len(self._columns)) > self._most_numbers and len(self._chunks) >= 4:
                 self._thin()
             self._chunks.append(_Chunk.empty(len(self._columns)))
-        before = self._last_place()
         chunk = self._chunks[-1]
         indexes, numbers = self._row(event)
         if indexes and max(indexes) >= len(chunk.figures):
             chunk.widen(max(indexes) + 1)
         chunk.places[:, chunk.count] = (
             step,
-            _number(event.get("elapsed_s")),
-            before[2] + _number(event.get("rollouts")),
-            before[3] + _number(event.get("sampled_tokens")),
+            amount(event, "elapsed_s"),
+            samples + amount(event, "rollouts"),
+            tokens + amount(event, "sampled_tokens"),
         )
         with np.errstate(over="ignore"):
             chunk.figures[:, chunk.count] = np.nan
@@ -175,22 +174,7 @@ class StepTable:
             for who, figures in by.items() if isinstance(by, dict) else ():
                 for name, value in figures.items() if isinstance(figures, dict) else ():
                     if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
-                        yield self._name(label, who, name), value
-
-    def _name(self, label: str, who: str, figure: str) -> str:
-        key = (label, who, figure)
-        name = self._names.get(key)
-        if name is None:
-            name = f"{label}/{who}/{figure}"
-            if len(self._names) < MOST_FIGURES:
-                self._names[key] = name
-        return name
-
-    def _last_place(self) -> tuple[float, ...]:
-        for chunk in reversed(self._chunks):
-            if chunk.count:
-                return tuple(chunk.places[:, chunk.count - 1].tolist())
-        return (0.0,) * len(_PLACE)
+                        yield f"{label}/{who}/{name}", value
 
     def _drop_from(self, step: int) -> None:
         while self._chunks:
@@ -250,10 +234,6 @@ def _merged(column: Float64, starts: NDArray[np.int64]) -> tuple[Float64, Float6
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(counts > 0, sums / counts, np.nan)
     return means, np.fmin.reduceat(column, starts), np.fmax.reduceat(column, starts)
-
-
-def _number(value: Any) -> float:
-    return float(value) if type(value) in (float, int) and -_LARGEST < value < _LARGEST else 0.0
 
 
 def plain(values: Float64, digits: int = 6) -> list[float | None]:

@@ -132,9 +132,6 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
-#: Types of JSON values that are written to the sample log as they are; texts are shortened.
-_NUMBERS: Final = frozenset({int, float, bool, type(None)})
-
 _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final = msgspec.json.Decoder(SampleGroup)
 
@@ -209,21 +206,12 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 
 def _shortened(value: Any, most: int) -> Any:
     """Shorten every text in a JSON value to `most` characters; numbers that JSON cannot represent become null."""
-    kind = type(value)
-    if kind is str:
-        cut = shortened(value, most)
+    if isinstance(value, str):
         # Replace lone surrogates, which UTF-8 cannot encode.
-        return cut if cut.isascii() else cut.encode(errors="replace").decode()
-    if kind is dict:
-        return {
-            key if len(key) <= most and key.isascii() else _shortened(key, most): (
-                item if type(item) in _NUMBERS else _shortened(item, most)
-            )
-            for key, item in value.items()
-        }
-    if kind is list or kind is tuple:
-        return [item if type(item) in _NUMBERS else _shortened(item, most) for item in value]
-    return value
+        return shortened(value, most).encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_shortened(key, most): _shortened(item, most) for key, item in value.items()}
+    return [_shortened(item, most) for item in value] if isinstance(value, list | tuple) else value
 
 
 # --- safe display -----------------------------------------------------------------------------------------------------

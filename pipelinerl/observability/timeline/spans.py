@@ -25,7 +25,6 @@ and the run resumed, another `run_started` follows; open spans then end with the
 from __future__ import annotations
 
 import math
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from typing import Any, Final, NamedTuple, final
 
 import msgspec
 
-from pipelinerl.observability.events import Event, kind_of
+from pipelinerl.observability.events import ENDS, Event, amount, kind_of
 
 #: Maximum numbers of groups without a known step, and of orders without known stages; the oldest are dropped.
 _PENDING: Final = 1024
@@ -80,7 +79,7 @@ class GroupJoiner:
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
         for stages in entries(event, "stages"):
-            if (group := _group(stages, number(event.get("time")) - now)) is not None:
+            if (group := _group(stages, amount(event, "time") - now)) is not None:
                 self._waiting[group.order] = group
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, ended = self._trained[order]
@@ -104,11 +103,6 @@ def _group(stages: Any, began_at: float) -> TracedGroup | None:
         return None
     claimed, sampled, verified = (max(0.0, at - began_at) for at in (claimed, sampled, verified))
     return TracedGroup(order, 0, engine, claimed, sampled, verified, 0.0, 0.0, tuple(spans))
-
-
-def number(value: Any) -> float:
-    """Return a finite number as float, and 0 for any other value."""
-    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else 0.0
 
 
 def entries(event: Event, field: str) -> Sequence[Any]:
@@ -185,13 +179,14 @@ class SpanReader:
     def read(self, event: Event) -> Iterator[Drawn]:
         """Yield the spans and groups that end with this event, and a mark if the event has one."""
         kind, before = kind_of(event), self.now
-        self.now = max(self.now, number(event.get("elapsed_s")))  # time never decreases, even if the clock is set back
+        self.now = max(self.now, amount(event, "elapsed_s"))  # time never decreases, even if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
-        reading = _READINGS.get(kind)
-        if reading is not None:
-            yield from reading(self, event)
+        if kind in ENDS:
+            yield from self._cut(self.now)
+        elif kind in _READINGS:
+            yield from _READINGS[kind](self, event)
 
     def open(self) -> Iterator[Span]:
         """Yield spans that are still in progress, up to now."""
@@ -205,7 +200,7 @@ class SpanReader:
     # --- readings of one kind --------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> Iterator[Drawn]:
-        step, step_s, wait_s = _whole(event, "step"), number(event.get("step_s")), number(event.get("wait_s"))
+        step, step_s, wait_s = _whole(event, "step"), amount(event, "step_s"), amount(event, "wait_s")
         began = self.now - step_s
         groups = list(self._groups.stepped(event, step=step, began=began, now=self.now))
         for group in groups:
@@ -213,19 +208,19 @@ class SpanReader:
         if wait_s > 0:
             yield from self._span(TRAINER, "wait", began - wait_s, began, step, self._culprit(began - wait_s, began))
         yield from self._span(TRAINER, "step", began, self.now, step)
-        if (held_s := min(step_s, number(event.get("publish_wait_s")))) > 0:
+        if (held_s := min(step_s, amount(event, "publish_wait_s"))) > 0:
             yield from self._span(TRAINER, "publish_wait", self.now - held_s, self.now, step)
         self._steps.append((step, self.now))
         yield from groups
 
     def _publish(self, event: Event) -> Iterator[Drawn]:
         version = _whole(event, "model_version")
-        yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
+        yield from self._span(PUBLICATION, "publish", self.now - amount(event, "total_s"), self.now, version)
         pauses = event.get("pauses_s")
         if not isinstance(pauses, Mapping):  # an old log has no pauses per engine; assume that all engines were updated
-            pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
-        for url, pause_s in pauses.items():
-            yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)
+            pauses = dict.fromkeys(self._serves, amount(event, "pause_s"))
+        for url in pauses:
+            yield from self._span(url, "pause", self.now - amount(pauses, url), self.now, version)
             yield from self._now_serves(str(url), version)
 
     def _now_serves(self, url: str, version: int) -> Iterator[Span]:
@@ -278,13 +273,10 @@ class SpanReader:
             yield from self._span(EVALUATION, "evaluation", begun.start, self.now, begun.value, note)
 
     def _checkpointed(self, event: Event) -> Iterator[Drawn]:
-        version, stall_s = _whole(event, "model_version"), number(event.get("stall_s"))
+        version, stall_s = _whole(event, "model_version"), amount(event, "stall_s")
         began = next((at for step, at in reversed(self._steps) if step == version), self.now - stall_s)
         yield from self._span(CHECKPOINT, "stall", began, min(self.now, began + stall_s), version)
         yield from self._span(CHECKPOINT, "checkpoint", began, self.now, version)
-
-    def _over(self, _: Event) -> Iterator[Drawn]:
-        yield from self._cut(self.now)
 
     def _cut(self, at: float) -> Iterator[Drawn]:
         now, self.now = self.now, at
@@ -359,9 +351,6 @@ _READINGS: Final = {
     "evaluation": SpanReader._evaluated,
     "evaluation_restarted": SpanReader._evaluated,
     "checkpoint": SpanReader._checkpointed,
-    "run_finished": SpanReader._over,
-    "run_failed": SpanReader._over,
-    "run_suspended": SpanReader._over,
 }
 
 
@@ -374,4 +363,4 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def _whole(event: Event, field: str) -> int:
-    return int(number(event.get(field)))
+    return int(amount(event, field))

@@ -6,13 +6,12 @@ engines, measured every second, are averaged and become part of the next step's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple, final
 
 import msgspec
 
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, amount, number
 from pipelinerl.observability.run_history import HELD_OUT
 
 #: Metric names for the fields of a `step` event.
@@ -120,7 +119,7 @@ class MetricReader:
             case "publish":
                 self.state.published = _named(event, PUBLISH_METRICS)
             case "evaluation":
-                yield MetricRow(int(event.get("model_version") or 0), _time(event), _evaluation(event))
+                yield MetricRow(int(event.get("model_version") or 0), amount(event, "time"), _evaluation(event))
             case "step":
                 yield self._step(event)
 
@@ -128,50 +127,33 @@ class MetricReader:
         state, step = self.state, int(event.get("step") or 0)
         figures = _named(event, STEP_METRICS) | state.published | _mismatch(event) | _by_domain(event)
         figures |= {name: total / state.looks for name, total in state.sums.items()}
-        seconds = _number(event.get("wait_s")) + _number(event.get("step_s"))
+        seconds = amount(event, "wait_s") + amount(event, "step_s")
         if seconds > 0 and "batch/tokens" in figures:
             figures[TRAINED] = figures["batch/tokens"] / seconds
         self.state = ReaderState(last_step=step)
-        return MetricRow(step, _time(event), figures)
+        return MetricRow(step, amount(event, "time"), figures)
 
 
-def _named(event: Event, names: Mapping[str, str]) -> dict[str, float]:
-    return {name: float(event[field]) for field, name in names.items() if _is_number(event.get(field))}
+def _named(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+    return {name: value for field, name in names.items() if (value := number(fields, field)) is not None}
 
 
 def _mismatch(event: Event) -> dict[str, float]:
-    return {
-        field.replace("mismatch_", "mismatch/", 1): float(value)
-        for field, value in event.items()
-        if field.startswith(_MISMATCH) and _is_number(value)
-    }
+    fields = [field for field in event if field.startswith(_MISMATCH)]
+    return _named(event, {field: field.replace("mismatch_", "mismatch/", 1) for field in fields})
 
 
 def _by_domain(event: Event) -> dict[str, float]:
     """Return the metrics named `domain/<name>/<metric>`; metrics by tag are left out, since there may be hundreds."""
-    return {
-        f"domain/{domain}/{name}": float(value)
-        for domain, figures in (event.get("by_domain") or {}).items()
-        for name, value in figures.items()
-        if _is_number(value)
-    }
+    named: dict[str, float] = {}
+    for domain, figures in (event.get("by_domain") or {}).items():
+        named |= _named(figures, {name: f"domain/{domain}/{name}" for name in figures})
+    return named
 
 
 def _evaluation(event: Event) -> dict[str, float]:
     place = f"eval/{event.get('name') or HELD_OUT}"
-    figures = {f"{place}/{name}": float(event[name]) for name in EVALUATION_METRICS if _is_number(event.get(name))}
+    figures = _named(event, {name: f"{place}/{name}" for name in EVALUATION_METRICS})
     for field, name in _CURVES.items():
         figures |= {f"{place}/{name}@{each['k']}": float(each["value"]) for each in event.get(field) or ()}
     return figures
-
-
-def _time(event: Event) -> float:
-    return _number(event.get("time"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _number(value: Any) -> float:
-    return float(value) if _is_number(value) else 0.0

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, final
 import msgspec
 from filelock import FileLock, Timeout
 
-from pipelinerl.observability.events import EventFollower
+from pipelinerl.observability.events import ENDS, EventFollower
 from pipelinerl.observability.trackers.metric_names import HistoryRewind, MetricReader, ReaderState
 
 #: State from which a tracker can continue: plain JSON, which the feed stores together with its position in the log.
@@ -71,7 +71,6 @@ def missing_package(tracker: str) -> str:
 
 
 FOLDER: Final = "trackers"
-_LAST: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +128,7 @@ class TrackerFeed:
                     self._tracker.rewind(row.step)
                 elif row.figures:
                     self._tracker.log(row.step, row.figures, time=row.time)
-        self.is_over = events[-1]["kind"] in _LAST
+        self.is_over = events[-1]["kind"] in ENDS
         position = FeedPosition(
             offset=self._follower.offset,
             reader=self._reader.state,

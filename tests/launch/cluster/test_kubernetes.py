@@ -57,7 +57,7 @@ def test_kubernetes_manifests_match_the_published_schemas(sections: dict[str, ob
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")
     text = kubernetes.manifest_text(_manifests(**sections), ["a note"])
     objects = list(yaml.safe_load_all(text))
-    assert objects == _manifests(**sections), "the text says the same"
+    assert objects == _manifests(**sections), "the text holds the same objects"
     for each in objects:
         validator.validate(each, "1.33", strict=True)
     assert "s3cret" not in text
@@ -71,7 +71,7 @@ def test_kubernetes_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_j
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     rules = jobs["x-head"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJob", "Ignore"]
-    assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
+    assert rules[0]["onExitCodes"]["values"] == [1, 2], "exit statuses 130 and 137 are retried"
 
 
 def test_each_process_that_listens_on_a_port_has_a_kubernetes_service() -> None:

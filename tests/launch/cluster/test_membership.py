@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from launch.cluster.membership import (
     NodeFile,
     NodeState,
     OtherNodes,
-    ended,
     folder_of,
     node_path,
     read_launch,
@@ -50,7 +50,7 @@ def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_pa
     write_members(tmp_path, MEMBERS)
     write_launch(tmp_path, LAUNCH)
     assert read_members(tmp_path) == MEMBERS and read_launch(tmp_path) == LAUNCH
-    over = ended(LAUNCH, RunResult(RunOutcome.FAILED, "no room"))
+    over = replace(LAUNCH, result=RunResult(RunOutcome.FAILED, "no room"))
     write_launch(tmp_path, over)
     assert read_launch(tmp_path) == over
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
@@ -62,7 +62,7 @@ def test_error_for_a_damaged_membership_file_names_the_file(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
         read_members(tmp_path)
     (folder_of(tmp_path) / "launch.json").write_text("{")
-    assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
+    assert read_launch(tmp_path) is None, "the file may appear late on a shared file system"
 
 
 def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path:
     others.read(101.0)
     others.read(101.0 + SILENCE_S)
     assert others.up(101.0 + SILENCE_S) == {"b"}
-    assert others.up(101.5 + SILENCE_S) == frozenset(), "it has not changed since"
+    assert others.up(101.5 + SILENCE_S) == frozenset(), "the record has not changed since"
     node.tell(NodeState.UP)
     others.read(200.0)
     assert others.up(200.0) == {"b"}
@@ -111,7 +111,7 @@ def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path:
 def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
-    write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
+    write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.STOPPED, "suspended")))
     with pytest.raises(UserError, match="waited 0 s"):
         serve_share(tmp_path, "b", head_s=0.0)
 
@@ -128,7 +128,7 @@ def test_waiting_cluster_node_announces_which_runs_launch_it_waits_for(
 
 def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path: Path) -> None:
     said: list[str] = []
-    write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.COMPLETED, "completed")))
+    write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=said.append, head_s=0.0) == 0
     assert said == ["the run is over: completed"]
 
@@ -243,13 +243,3 @@ def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -
     head.follow(supervisor)
     head.tell_restarts((own,))
     assert [each.name for each in read_restarts(tmp_path)] == ["trainer", "engine-0"]
-
-
-def test_run_on_one_machine_writes_no_cluster_records(tmp_path: Path) -> None:
-    launch, _ = _launch(tmp_path, SOON_S)
-    (tmp_path / "cluster" / "hosts.json").unlink()
-    head = HeadNode(launch, None, pytest.fail)
-    head.begin()
-    head.follow(Supervisor(Plan(()), tmp_path))
-    head.end(DONE)
-    assert not head.leads and not list((tmp_path / "cluster").iterdir())

@@ -68,7 +68,7 @@ def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host() -> N
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
     assert sorted(spec.name for share in shares for spec in share.specs) == sorted(spec.name for spec in plan.specs)
-    engine = plan.spec("engine-0")
+    engine = next(spec for spec in plan.specs if spec.name == "engine-0")
     words = dict(zip(engine.argv[4::2], engine.argv[5::2], strict=True))
     assert words["--host"] == "10.0.0.2" and words["--controller-url"] == "http://10.0.0.1:20000"
     assert words["--redis-url"] == "redis://10.0.0.1:20004/0"
@@ -159,7 +159,7 @@ def test_host_is_unchanged_after_encoding_as_json_and_decoding() -> None:
 
 
 def test_launch_plan_rejects_a_process_that_depends_on_a_process_on_no_host() -> None:
-    spec = processes_of(_planned(TWO)).spec("engine-0")
+    spec = next(spec for spec in processes_of(_planned(TWO)).specs if spec.name == "engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):
         Plan((spec,))

@@ -39,7 +39,7 @@ run_dir = Path(sys.argv[1])
 sections = {"engine": {"type": "bigram"}, "trainer": {"type": "bigram"}}
 config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 two, three = (Members(hosts=read_hosts(config, [], count=count, gpus=0)) for count in (2, 3))
-write_launch(run_dir, ended(LaunchRecord(id="1", members=two), RunResult(RunOutcome.COMPLETED, "completed")))
+write_launch(run_dir, LaunchRecord(id="1", members=two, result=RunResult(RunOutcome.COMPLETED, "completed")))
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 try:
     cluster.add_node(num_cpus=1)

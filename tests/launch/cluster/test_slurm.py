@@ -44,7 +44,7 @@ def test_slurm_script_requests_resources_and_a_signal_before_the_time_limit() ->
     script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
-    assert directives[-2:] == ["--partition=gpu", "--time=4:00:00"], "the user has the last word"
+    assert directives[-2:] == ["--partition=gpu", "--time=4:00:00"], "options of the user come last and take precedence"
     assert not any(directive.startswith("--nodelist") for directive in directives)
     assert "run='/runs/a run'\n" in script
     assert '--host "$name=${address:-$name}:gpus=8"' in script
@@ -130,7 +130,7 @@ def test_slurm_script_restarts_killed_steps_and_suspends_before_the_time_limit(t
         assert first.split(" ", 1)[1] == hosts and served("n1", 0)[0].split(" ", 1)[1] == hosts
         os.kill(int(first.split()[0]), signal.SIGKILL)
         _until(cluster, run_dir, lambda: len(served("n2", 0)) == 2, "the node that was killed again")
-        assert len(served("n1", 0)) == 1, "the other went on"
+        assert len(served("n1", 0)) == 1, "the step of the other host continued"
         cluster.run("scancel", "--batch", "--signal=TERM", job)  # the signal that Slurm sends before the time limit
         _until(cluster, run_dir, (run_dir / "stop").exists, "the notice")
         assert (run_dir / "stop").read_text() == "--suspend"
@@ -194,6 +194,6 @@ def test_run_suspended_at_the_slurm_time_limit_resumes_in_the_requeued_job(tmp_p
         cluster.run(*CLI, "stop", str(directory))
         _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
         assert cluster.state(job) == "COMPLETED", (directory / f"slurm-{job}.out").read_text()
-    assert made() == list(range(1, max(made()) + 1)), "each step once"
+    assert made() == list(range(1, max(made()) + 1)), "each step is trained once"
     orders = [order for event in _events(directory, "step") for order in event["orders"]]
     assert len(orders) == len(set(orders)) == _events(directory, "run_finished")[-1]["ledger"]["trained"]

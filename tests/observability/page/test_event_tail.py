@@ -53,7 +53,7 @@ def test_event_tail_reads_a_long_log_in_pieces_and_skips_overlong_lines(tmp_path
     assert len(first.events) + len(read_all(tail)) == 60
     with path.open("ab") as file:
         file.write(lines(60, size=20_000) + lines(61))
-    assert read_all(tail) == [61] and tail.unreadable > 0, "what is no event of ours is passed over"
+    assert read_all(tail) == [61] and tail.unreadable > 0, "an overlong line is skipped and counted"
 
 
 def test_event_tail_reads_a_replaced_log_from_its_beginning(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_sample_index_lists_the_newest_samples_first_and_counts_a_repeated_step_
     assert steps(index, SampleFilter(limit=3)) == [4, 5, 3] and index.count == 5
     name = index.choose(SampleFilter(limit=1)).places[0].name
     found, copied = index.group(name), read(SampleIndex(tmp_path)).group(name)
-    assert found == copied and found is not None and found.answers[0].text == "again", "names are permanent"
+    assert found == copied and found is not None and found.answers[0].text == "again", "a group keeps its name"
 
 
 def test_samples_dropped_from_the_log_disappear_from_the_index(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path: Pat
     for end in (10, len(whole) // 2 + 10, len(whole) - 1, len(whole)):
         path.write_bytes(whole[:end])
         read(index)
-        assert index.share == 1.0, "what is not whole is not there yet"
+        assert index.share == 1.0, "an incomplete line is not indexed"
     assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
 
 

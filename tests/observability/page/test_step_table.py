@@ -29,7 +29,7 @@ def test_merged_rows_of_the_step_table_keep_minimum_and_maximum_of_each_metric()
     assert np.array_equal(rows.lows["reward"], parts.min(axis=1))
     assert np.array_equal(rows.highs["reward"], parts.max(axis=1))
     assert np.allclose(rows.means["reward"], parts.mean(axis=1), atol=1e-6)
-    assert np.allclose(rows.means["loss"], parts[:, 1::2].mean(axis=1), atol=1e-6), "what is not known is left out"
+    assert np.allclose(rows.means["loss"], parts[:, 1::2].mean(axis=1), atol=1e-6), "steps without loss are ignored"
 
 
 def test_step_table_of_a_long_run_keeps_outliers_in_bounded_memory() -> None:
@@ -42,7 +42,7 @@ def test_step_table_of_a_long_run_keeps_outliers_in_bounded_memory() -> None:
     assert rows.places["samples"][-1] == 200_000
     assert np.all(np.diff(rows.places["step"]) > 0)
     fresh = made.rows(["reward"], points=200, first=99_900)
-    assert fresh.each == 1 and len(fresh.places["step"]) == 101, "the newest are whole"
+    assert fresh.each == 1 and len(fresh.places["step"]) == 101, "the newest rows are not thinned"
 
 
 def test_repeated_step_removes_all_later_steps_from_the_table() -> None:

@@ -79,5 +79,5 @@ def test_shortened_token_list_of_a_sample_keeps_its_first_and_last_tokens() -> N
     assert (cut.at, cut.left_out, cut.ids[cut.at - 1], cut.ids[cut.at]) == (1500, 8000, 1499, 9500)
     assert kept.answers[0].tokens.deltas == () and kept.prompt_tokens == cut
     small = encode(group(1, answer(tokens=tokens)), most_bytes=600)
-    assert small is not None and (held := decode(small)) is not None, "a line that has no room for them has no tokens"
+    assert small is not None and (held := decode(small)) is not None, "tokens are left out if they do not fit"
     assert held.answers[0].tokens is None or len(held.answers[0].tokens.tokens.ids) < 20

@@ -54,7 +54,7 @@ def test_trace_follows_the_rules_of_chromes_trace_format(name: str) -> None:
     assert set(spans) <= named and {pid for pid, _ in named} <= set(processes)
     for each in spans.values():
         assert all(end > start >= 0 for start, end, _ in each)
-        assert all(before[1] <= after[0] for before, after in pairwise(each)), "in the order of the file, too"
+        assert all(before[1] <= after[0] for before, after in pairwise(each)), "file order is time order, too"
     flows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in trace:
         assert each["ph"] in "XMistf" and isinstance(each["pid"], int) and isinstance(each["tid"], int)

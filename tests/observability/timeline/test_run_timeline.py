@@ -100,7 +100,7 @@ def test_groups_of_a_long_window_are_evenly_subsampled(long_run: RunTimeline) ->
     every = long_run.window()["groups"]
     assert every["total"] == STEPS and len(every["order"]) <= MOST_GROUPS
     gaps = {b - a for a, b in zip(every["step"][:-1], every["step"][1:], strict=True)}
-    assert len(gaps) == 1, "evenly"
+    assert len(gaps) == 1, "the groups are thinned evenly"
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
 
 

@@ -25,7 +25,7 @@ def _spans(events: Iterable[Event], lane: str, track: str) -> list[Span]:
 def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_is_published() -> None:
     served = _spans(run(3), A, "serves")
     assert [(span.value, span.start) for span in served] == [(-1, 1.0), (0, 4.0), (1, 10.1), (2, 11.1), (3, 12.1)]
-    assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last until the run's end"
+    assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last ends with the run"
 
 
 def test_engines_pause_has_the_duration_in_the_timeline_that_the_engine_measured() -> None:
@@ -64,9 +64,9 @@ def _wait(*before: Event, wait_s: float = 4.0, told: tuple[Event, ...] = ()) -> 
 def test_timeline_attributes_each_wait_of_the_trainer_to_its_cause() -> None:
     began = event("evaluation_began", 15.0, model_version=0)
     assert _wait() == "sampling"
-    assert _wait(began) == "evaluation", "it is still under way"
+    assert _wait(began) == "evaluation", "the evaluation is still in progress"
     assert _wait(began, event("evaluation", 18.0, model_version=0)) == "evaluation"
-    assert _wait(began, event("evaluation", 16.0, model_version=0)) == "sampling", "a quarter explains no wait"
+    assert _wait(began, event("evaluation", 16.0, model_version=0)) == "sampling", "a quarter is too little"
     lost = event("engine_lost", 14.0, url=A, reason="silence")
     joined, served = event("engine_joined", 2.0, url=A), publish(0, 3.0, A)
     assert _wait(joined, served, lost) == "engines"

@@ -36,7 +36,7 @@ def points(directory: Path) -> Counter[tuple[str, int, float]]:
     for path in sorted(directory.glob("events.out.tfevents.*")):
         for event in records(path):
             if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                assert not [name for name, step, _ in found if step >= event.step], "a restart leaves nothing behind"
+                assert not [name for name, step, _ in found if step >= event.step], "a restart discards later values"
             for value in event.summary.value:
                 found[value.tag, event.step, round(value.simple_value, 5)] += 1
     return found

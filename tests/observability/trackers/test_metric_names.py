@@ -46,7 +46,7 @@ def test_row_of_a_step_includes_other_metrics_measured_since_the_previous_step()
         "perf/publish_s": 0.03, "mismatch/numerics_p95": 0.125, "old_mismatch/staleness_p95": 0.25,
         "domain/math/accuracy": 0.75,
     }  # fmt: skip
-    assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "nothing is told twice"
+    assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "each is reported once"
 
 
 def test_metric_reader_continues_from_a_saved_state() -> None:

@@ -3,7 +3,7 @@
 const LOST = "the server of this page does not answer; retrying automatically";
 const NO_KEY = "This browser has no key: open the link that `pipelinerl watch` printed.";
 
-export class Refused extends Error {
+class Refused extends Error {
   constructor(status, message, code) {
     super(message);
     this.status = status;
@@ -36,7 +36,7 @@ async function answerOf(response) {
   );
 }
 
-async function asked(url, options) {
+async function requested(url, options) {
   try {
     return await answerOf(await fetch(url, options));
   } catch (error) {
@@ -46,20 +46,20 @@ async function asked(url, options) {
 }
 
 export function get(path, query, signal) {
-  return asked(address(path, query), { signal });
+  return requested(address(path, query), { signal });
 }
 
 export function send(method, path, body, query) {
-  return asked(address(path, query), {
+  return requested(address(path, query), {
     method,
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
   });
 }
 
-// Listens to the run's stream while the page is visible, and reopens it whenever it ends. `told(kind, data)` receives
+// Listens to the run's stream while the page is visible, and reopens it whenever it ends. `onEvent(kind, data)` receives
 // every event; `link(state)` receives `opening`, `open`, `lost` or `no_key`.
-export function hear(run, told, link) {
+export function listen(run, onEvent, link) {
   const kinds = ["hello", "step", "behind", "event", "samples", "state", "loaded", "rewound"];
   let source = null;
   let timer = 0;
@@ -91,7 +91,7 @@ export function hear(run, told, link) {
       timer = setTimeout(again, pause);
     };
     for (const kind of kinds) {
-      source.addEventListener(kind, (event) => told(kind, JSON.parse(event.data)));
+      source.addEventListener(kind, (event) => onEvent(kind, JSON.parse(event.data)));
     }
   };
   const close = () => {
@@ -99,16 +99,16 @@ export function hear(run, told, link) {
     source?.close();
     source = null;
   };
-  const looked = () => {
+  const visibilityChanged = () => {
     if (document.hidden) return close();
     link("opening");
     return open(); // its `hello` triggers requests for what was missed
   };
-  document.addEventListener("visibilitychange", looked);
+  document.addEventListener("visibilitychange", visibilityChanged);
   open();
   return () => {
     over = true;
-    document.removeEventListener("visibilitychange", looked);
+    document.removeEventListener("visibilitychange", visibilityChanged);
     close();
   };
 }

@@ -1,9 +1,9 @@
 // The frame: the run, its state, the connection to its stream, and the screen in the address.
-import { hear } from "./api.js";
+import { listen } from "./api.js";
 import { Compare } from "./compare.js";
 import { clock, duration, number, runName } from "./format.js";
 import { Group } from "./group.js";
-import { tell, useAnswer, useStream } from "./live.js";
+import { notify, useAnswer, useStream } from "./live.js";
 import { Now } from "./now.js";
 import { link, useRoute } from "./route.js";
 import { Samples } from "./samples.js";
@@ -36,7 +36,7 @@ const STATES = {
 function Page() {
   const { screen, rest, query } = useRoute();
   const run = query.run ?? "0";
-  const [heard, setHeard] = useState("opening");
+  const [connection, setConnection] = useState("opening");
   const [greeting, setGreeting] = useState(null);
   const [, redraw] = useState(0);
   const main = useRef(null);
@@ -51,15 +51,15 @@ function Page() {
   );
   useEffect(() => {
     let before = false;
-    return hear(
+    return listen(
       run,
       (kind, data) => {
         if (kind === "hello" && !before) {
           before = true;
           setGreeting(data); // the page has just loaded this state
-        } else tell(kind, data);
+        } else notify(kind, data);
       },
-      setHeard,
+      setConnection,
     );
   }, [run]);
   const [, name, Screen] = SCREENS.find(([id]) => id === screen) ?? [
@@ -73,7 +73,7 @@ function Page() {
     const { state, loading } = about.value;
     // A change between that response and the opening of the stream causes no event.
     if (state !== greeting.state || (greeting.loaded && Math.min(loading.events, loading.samples) < 1))
-      tell("hello", greeting);
+      notify("hello", greeting);
     setGreeting(null);
   }, [greeting, about.value]);
   useEffect(() => {
@@ -98,7 +98,7 @@ function Page() {
     <header class="bar"><div class="inner">
       <div class="head">
         <h1>${facts?.name ?? "…"}</h1><${State} facts=${facts} />
-        <div class="right"><${Heard} state=${heard} over=${facts && !["live", "starting"].includes(facts.state)} />
+        <div class="right"><${Connection} state=${connection} over=${facts && !["live", "starting"].includes(facts.state)} />
           <button type="button" onClick=${() => {
             toggleTheme();
             redraw((count) => count + 1);
@@ -111,9 +111,9 @@ function Page() {
       )}</ul></nav>
     </div></header>
     <main id="main" class="inner" tabindex="-1" ref=${main} aria-label=${name}>
-      ${heard === "no_key" && html`<p class="note bad"
+      ${connection === "no_key" && html`<p class="note bad"
         role="alert">This browser has no key: open the link that <code>pipelinerl watch</code> printed.</p>`}
-      ${about.error && heard !== "no_key" && html`<p class="note bad" role="alert">${about.error.message}</p>`}
+      ${about.error && connection !== "no_key" && html`<p class="note bad" role="alert">${about.error.message}</p>`}
       ${
         facts &&
         html`<${Ended} facts=${facts} />
@@ -142,17 +142,11 @@ function Progress({ facts }) {
   return html`<span class="facts">step ${number(step)}${of} · ${duration(elapsed_s)}</span>`;
 }
 
-function Heard({ state, over }) {
-  const said =
-    state === "open"
-      ? over
-        ? "connected"
-        : "● live"
-      : state === "opening"
-        ? "connecting…"
-        : "connection lost: reconnecting";
-  const look = state === "open" ? "plain" : state === "opening" ? "plain" : "bad";
-  return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${said}</span>`;
+function Connection({ state, over }) {
+  const known = { open: over ? "connected" : "● live", opening: "connecting…" };
+  const text = known[state] ?? "connection lost: reconnecting";
+  const look = state in known ? "plain" : "bad";
+  return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${text}</span>`;
 }
 
 function Ended({ facts }) {

@@ -77,7 +77,7 @@ export function Chart(props) {
   const latest = useRef(props);
   latest.current = props;
   useEffect(() => {
-    const made = new Plot(box.current, shared, (at) => tellCursor(keys.current, latest.current, at));
+    const made = new Plot(box.current, shared, (at) => showCursorValues(keys.current, latest.current, at));
     plot.current = made;
     const wheel = (event) => {
       if (!(event.ctrlKey || event.metaKey) || latest.current.x.length < 2) return;
@@ -98,7 +98,7 @@ export function Chart(props) {
     shared.set(range);
   };
   const named = lines.filter((line) => line.label);
-  const said = named.map((line) => `${line.label} ${format(lastOf(line.values))}`).join(", ");
+  const values = named.map((line) => `${line.label} ${format(lastOf(line.values))}`).join(", ");
   return html`<figure>
     <figcaption><span>${title}${unit && html` <span class="unit">${unit}</span>`}</span>
       <span class="legend" ref=${keys}>${named.map(
@@ -106,12 +106,12 @@ export function Chart(props) {
       )}</span>
     </figcaption>
     <div class=${tall ? "chart tall" : "chart"} ref=${box} role="img" tabindex="0" onKeyDown=${key}
-      aria-label=${`${title} over ${label}; newest: ${said || "nothing yet"}`}></div>
+      aria-label=${`${title} over ${label}; newest: ${values || "nothing yet"}`}></div>
   </figure>`;
 }
 
 // Writes next to each name its value at the cursor, or the newest.
-function tellCursor(keys, { x, lines, format = number, formatX = number, label = "step" }, at) {
+function showCursorValues(keys, { x, lines, format = number, formatX = number, label = "step" }, at) {
   const places = keys.querySelectorAll("b");
   lines
     .filter((line) => line.label)

@@ -3,7 +3,7 @@ import { Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
 import { anything, duration, measureOf, number, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
-import { html, useMemo } from "./view.js";
+import { html, Table, useMemo } from "./view.js";
 
 const AXES = [
   ["step", "steps"],
@@ -98,12 +98,10 @@ function overlaid(tables) {
 function Differences({ state }) {
   return html`<section class="card"><h2>Recipe differences <span class="soft">defaults are left out</span></h2>${
     state.differences.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
-    <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th
-      key=${each.run} scope="col">${runName(each, state.runs)}</th>`)}</tr></thead>
-    <tbody>${state.differences.map((each) => html`<tr key=${each.path}>
+      ? html`<${Table} label="Differences of the recipes"
+          head=${["setting", ...state.runs.map((each) => runName(each, state.runs))]}>${state.differences.map((each) => html`<tr key=${each.path}>
       <td class="mono">${each.path}</td>${each.values.map((value, index) => html`<td
-      key=${index}>${anything(value)}</td>`)}</tr>`)}</tbody></table></div>`
+      key=${index}>${anything(value)}</td>`)}</tr>`)}</>`
       : html`<p class="none">${state.runs.length > 1 ? "No differences." : "Open several runs to see differences."}</p>`
   }</section>`;
 }

@@ -15,7 +15,7 @@ const LOOKS = {
 };
 
 export function Engines({ run, facts }) {
-  const asked = useAnswer(
+  const response = useAnswer(
     "engines",
     { run },
     {
@@ -24,19 +24,19 @@ export function Engines({ run, facts }) {
       pauseMs: 1500,
     },
   );
-  const [said, setSaid] = useState(null);
-  const state = asked.value;
+  const [message, setMessage] = useState(null);
+  const state = response.value;
   if (!state)
     return html`<section class="card"><h2>Engines</h2><p
-      class=${asked.error ? "note bad" : "none"}>${asked.error?.message ?? "Loading the engines…"}</p></section>`;
+      class=${response.error ? "note bad" : "none"}>${response.error?.message ?? "Loading the engines…"}</p></section>`;
   const order = async (path, body, done) => {
-    setSaid({ look: "", text: "sending…" });
+    setMessage({ look: "", text: "sending…" });
     try {
       const answer = await send("POST", `engines/${path}`, body, { run });
-      setSaid({ look: "good", text: `${done}${answer.names?.length ? `: ${answer.names.join(", ")}` : ""}.` });
-      asked.again();
+      setMessage({ look: "good", text: `${done}${answer.names?.length ? `: ${answer.names.join(", ")}` : ""}.` });
+      response.again();
     } catch (error) {
-      setSaid({ look: "bad", text: error.message });
+      setMessage({ look: "bad", text: error.message });
     }
   };
   const here = new Set(state.engines.filter((each) => !isOut(each)).map((each) => each.name));
@@ -57,7 +57,7 @@ export function Engines({ run, facts }) {
     }
     ${starting.length > 0 && html`<p>Starting: ${starting.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
     ${state.may_steer && html`<${Add} types=${state.types} usual=${usual} order=${order} />`}
-    <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div></section>`;
+    <div role="status">${message && html`<p class=${`note ${message.look}`}>${message.text}</p>`}</div></section>`;
 }
 
 function isOut(engine) {
@@ -88,20 +88,19 @@ function Engine({ engine, types, able, order }) {
   const [sure, setSure] = useState("");
   const [type, setType] = useState(engine.type || types[0]);
   const name = engine.name || engine.url;
-  const named = engine.name || engine.url;
   const shown = engine.left_as_planned ? "left" : engine.state;
   const actions = {
     drain: [
       "Drain",
       `Finish the requests of ${name}, then remove it?`,
-      () => order("drain", { engine: named }, `${name} is draining`),
+      () => order("drain", { engine: name }, `${name} is draining`),
     ],
     swap: [
       "Swap",
       `Replace ${name} by an engine of type ${type}?`,
-      () => order("swap", { engine: named, type }, `Replacing ${name}`),
+      () => order("swap", { engine: name, type }, `Replacing ${name}`),
     ],
-    remove: ["Remove", `Remove ${name} at once?`, () => order("remove", { engine: named }, `${name} was removed`)],
+    remove: ["Remove", `Remove ${name} at once?`, () => order("remove", { engine: name }, `${name} was removed`)],
   };
   const yes = () => {
     actions[sure][2]();

@@ -5,7 +5,7 @@ import { useEffect, useRef, useState } from "./view.js";
 
 const listeners = new Set();
 
-export function tell(kind, data) {
+export function notify(kind, data) {
   for (const listener of [...listeners]) listener(kind, data);
 }
 
@@ -34,14 +34,14 @@ const LOST_MS = 4000;
 
 // {value, error, again}: the response of a path, requested again if `matters(kind, data)` holds for an event, at most every
 // `pauseMs`. `path` null sends no request. The old response stays until a new one arrives. `more()` returns parameters
-// in addition to `query` for each request; `taken(answer, said)` converts a response to a value.
+// in addition to `query` for each request; `taken(answer, added)` converts a response to a value.
 export function useAnswer(path, query, { matters = () => false, pauseMs = 1000, more, taken } = {}) {
   const [state, setState] = useState({ value: null, error: null, of: "" });
   const key =
     path === null
       ? ""
       : `${path}?${new URLSearchParams(Object.entries(query ?? {}).filter(([, each]) => each !== undefined && each !== null))}`;
-  const asking = useRef({ now: () => {} });
+  const requests = useRef({ now: () => {} });
   const pause = useRef(pauseMs);
   pause.current = pauseMs;
   useEffect(() => {
@@ -57,12 +57,12 @@ export function useAnswer(path, query, { matters = () => false, pauseMs = 1000, 
       busy = true;
       dirty = false;
       last = performance.now();
-      const said = more?.() ?? {};
+      const added = more?.() ?? {};
       let lost = false;
       try {
         const signal = AbortSignal.any([stop.signal, AbortSignal.timeout(ANSWER_MS)]);
-        const value = await get(path, { ...query, ...said }, signal);
-        setState({ value: taken ? taken(value, said) : value, error: null, of: key });
+        const value = await get(path, { ...query, ...added }, signal);
+        setState({ value: taken ? taken(value, added) : value, error: null, of: key });
       } catch (error) {
         if (stop.signal.aborted) return;
         lost = !(error.status >= 400 && error.status < 500);
@@ -97,9 +97,9 @@ export function useAnswer(path, query, { matters = () => false, pauseMs = 1000, 
         timer = 0;
       } else if (dirty) wanted();
     };
-    asking.current = {
+    requests.current = {
       now: () => hasten(0),
-      heard: (kind) => (CHANGES_ALL.includes(kind) ? hasten(SOON_MS) : wanted()),
+      onEvent: (kind) => (CHANGES_ALL.includes(kind) ? hasten(SOON_MS) : wanted()),
     };
     document.addEventListener("visibilitychange", shown);
     load();
@@ -111,13 +111,13 @@ export function useAnswer(path, query, { matters = () => false, pauseMs = 1000, 
   }, [key]);
   useStream((kind, data) => {
     if (kind === "hello" || kind === "rewound" || kind === "loaded" || matters(kind, data))
-      asking.current.heard?.(kind);
+      requests.current.onEvent?.(kind);
   });
   const mine = state.of === key;
   return {
     value: mine ? state.value : null,
     old: state.value,
     error: mine ? state.error : null,
-    again: () => asking.current.now(),
+    again: () => requests.current.now(),
   };
 }

@@ -1,10 +1,10 @@
 // Now: the run's current state. Rewards and accuracies with their intervals, staleness, waits, alarms, and every measure
 // over the steps.
-import { Bars, Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
+import { Bars, Chart, Smoothing, sharedWindow, smoothLines, zoomed } from "./charts.js";
 import { clock, duration, measureOf, number, percent, words } from "./format.js";
 import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
-import { html, useEffect, useMemo, useRef, useState } from "./view.js";
+import { html, Table, useEffect, useMemo, useRef, useState } from "./view.js";
 
 // Maximum rows of a chart; in longer runs each row covers several steps.
 const ROWS = 1000;
@@ -23,6 +23,9 @@ const CHARTS = [
   ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
   ["Learning rate", ["learning_rate"]],
 ];
+
+const DOMAIN_NUMBERS = ["rollouts", "length", "truncated", "all correct", "all wrong", "stale", "verifier"];
+const DOMAIN_HEAD = ["domain", "rollouts", "reward", "accuracy", ...DOMAIN_NUMBERS.slice(1)];
 
 export function Now({ run, facts, query, refresh }) {
   const wide = query.window ?? "20";
@@ -128,8 +131,8 @@ function useNow(run, wide, metrics) {
         const fits = held.of === of && held.rowsTurn === held.turn && rows.count > 0;
         return fits && rows.x.step.length < ROWS + NEWER ? { since: rows.last, marked: rows.marked } : {};
       },
-      taken: (answer, said) => {
-        const rows = said.since === undefined ? answer.steps : joined(held.rows, answer.steps);
+      taken: (answer, added) => {
+        const rows = added.since === undefined ? answer.steps : joined(held.rows, answer.steps);
         if (rows) Object.assign(held, { of, rows, rowsTurn: held.askedTurn });
         else held.turn += 1;
         return { ...answer, steps: held.rows };
@@ -282,10 +285,7 @@ function ZoomButtons({ shared, all }) {
   const press = (factor) => {
     const now = shared.range ?? all;
     const [low, high] = [Math.max(all[0], now[0]), Math.min(all[1], now[1])];
-    const span = Math.max(4, (high - low) * factor);
-    const middle = (low + high) / 2;
-    const start = Math.min(Math.max(all[0], middle - span / 2), Math.max(all[0], all[1] - span));
-    shared.set(span >= all[1] - all[0] ? null : [start, start + span]);
+    shared.set(zoomed([low, high], factor, (low + high) / 2, all));
   };
   return html`<span class="row" role="group" aria-label="Zoom">
     <button type="button" aria-label="Zoom in" onClick=${() => press(0.5)}>+</button>
@@ -304,19 +304,16 @@ function Environments({ state, wide }) {
     ["failed calls", (row) => number(row.tool_errors)],
     ["malformed calls", (row) => number(row.calls_malformed)],
   ];
+  const names = figures.map(([name]) => name);
   return (
     rows.length > 0 &&
     html`<section class="card"><h2>Environments</h2>
       <p class="soft">Per episode, and calls in all, of the last ${wide} steps.</p>
-      <div class="scroll" tabindex="0" role="region" aria-label="Environments"><table><thead><tr>
-        <th scope="col">domain</th>${figures.map(
-          ([name]) => html`<th class="number" scope="col" key=${name}>${name}</th>`,
-        )}</tr></thead>
-      <tbody>${rows.map(
+      <${Table} label="Environments" head=${["domain", ...names]} numbers=${names}>${rows.map(
         (row) => html`<tr key=${row.name}><td>${row.name}</td>${figures.map(
           ([name, shown]) => html`<td class="number" key=${name}>${shown(row)}</td>`,
         )}</tr>`,
-      )}</tbody></table></div></section>`
+      )}</></section>`
   );
 }
 
@@ -327,13 +324,7 @@ function Domains({ state, wide }) {
         onChange=${(event) => settle({ window: event.target.value })} /> steps</label></div>
     ${
       rows.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Domains and tags"><table><thead><tr>
-          <th scope="col">domain</th>
-      <th class="number" scope="col">rollouts</th><th scope="col">reward</th><th scope="col">accuracy</th>
-        <th class="number" scope="col">length</th><th class="number" scope="col">truncated</th>
-      <th class="number" scope="col">all correct</th><th class="number" scope="col">all wrong</th>
-        <th class="number" scope="col">stale</th><th class="number" scope="col">verifier</th></tr></thead>
-      <tbody>${rows.map(
+        ? html`<${Table} label="Domains and tags" head=${DOMAIN_HEAD} numbers=${DOMAIN_NUMBERS}>${rows.map(
         (
           row,
         ) => html`<tr key=${`${row.tag}/${row.name}`}><td>${row.tag ? html`<span
@@ -347,7 +338,7 @@ function Domains({ state, wide }) {
           <td class="number">${percent(row.all_right)}</td>
         <td class="number">${percent(row.all_wrong)}</td><td class="number">${percent(row.stale)}</td>
           <td class="number">${duration(row.verifier_s)}</td></tr>`,
-      )}</tbody></table></div>`
+      )}</>`
         : html`<p class="none">Nothing has been trained yet.</p>`
     }</section>`;
 }
@@ -389,13 +380,10 @@ function Shares({ state }) {
     }</section>
     <section class="card"><h2>Trainer − sampler, by cause</h2>${
       mismatch.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Mismatch by cause"><table><thead><tr>
-          <th scope="col">cause</th><th class="number" scope="col">tokens</th>
-      <th class="number" scope="col">P95</th>
-        <th class="number" scope="col">max</th></tr></thead><tbody>${mismatch.map(
-        (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
+        ? html`<${Table} label="Mismatch by cause" head=${["cause", "tokens", "P95", "max"]} numbers=${["tokens", "P95", "max"]}>${mismatch.map(
+            (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
       <td class="number">${percent(each.share)}</td><td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
-      )}</tbody></table></div>`
+          )}</>`
         : html`<p class="none">Not measured yet.</p>`
     }</section></div>`;
 }
@@ -403,10 +391,10 @@ function Shares({ state }) {
 function Incidents({ incidents }) {
   return html`<section class="card"><h2>Incidents</h2>${
     incidents.length
-      ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
-        <th scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
-    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
-      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
+      ? html`<${Table} label="Incidents" look="scroll long" head=${["time", "event", "details"]}>${incidents.map(
+          (each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
+      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`,
+        )}</>`
       : html`<p class="none">No incidents yet.</p>`
   }</section>`;
 }

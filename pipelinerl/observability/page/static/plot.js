@@ -100,7 +100,7 @@ export class Plot {
     this.isStale = false;
     const [width, height] = this.size;
     if (!this.figure || !width || !height) return;
-    const paper = this.sheet(width, height);
+    const paper = sheet(this.canvas, width, height);
     const { x, lines, format = number, formatX = number } = this.figure;
     const range = this.range();
     const [from, to] = [Math.max(0, firstFrom(x, range[0]) - 1), Math.min(x.length, firstFrom(x, range[1]) + 2)];
@@ -121,17 +121,6 @@ export class Plot {
     for (const line of lines) drawLine(paper, scale, x, line, from, to, colour(`c${line.colour}`));
     paper.restore();
     this.showCursor();
-  }
-
-  // Returns the cleared canvas context, sized to the box.
-  sheet(width, height) {
-    const ratio = devicePixelRatio || 1;
-    const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
-    if (this.canvas.width !== wide || this.canvas.height !== high) Object.assign(this.canvas, { width: wide, height: high });
-    const paper = this.canvas.getContext("2d");
-    paper.setTransform(ratio, 0, 0, ratio, 0, 0);
-    paper.clearRect(0, 0, width, height);
-    return paper;
   }
 
   drawAxes(paper, scale, yTicks, xTicks, formatX) {
@@ -201,6 +190,17 @@ export class Plot {
   }
 }
 
+// Returns the context of a canvas, cleared and scaled to this size in CSS pixels.
+export function sheet(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
+  const paper = canvas.getContext("2d");
+  paper.setTransform(ratio, 0, 0, ratio, 0, 0);
+  paper.clearRect(0, 0, width, height);
+  return paper;
+}
+
 // The page's colours by name, read once for all plots of a theme.
 let palette = new Map();
 onTheme(() => {
@@ -249,7 +249,7 @@ function limitsOf(lines, from, to) {
 }
 
 // Returns about `count` round values inside [low, high], in steps of 1, 2 or 5 times a power of ten.
-export function ticksOf([low, high], count, least = 0) {
+function ticksOf([low, high], count, least = 0) {
   const rough = Math.max(least, (high - low) / Math.max(1, count));
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);

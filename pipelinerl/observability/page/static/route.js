@@ -18,8 +18,8 @@ export function link(screen, query, ...rest) {
   const known = Object.entries(query ?? {}).filter(
     ([, value]) => value !== undefined && value !== null && value !== "",
   );
-  const asked = new URLSearchParams(known).toString();
-  return `#/${[screen, ...rest].map(encodeURIComponent).join("/")}${asked ? `?${asked}` : ""}`;
+  const search = new URLSearchParams(known).toString();
+  return `#/${[screen, ...rest].map(encodeURIComponent).join("/")}${search ? `?${search}` : ""}`;
 }
 
 // Changes the settings of the current screen without adding entries to the browser's history.

@@ -17,19 +17,19 @@ const FILTERS = ["kind", "sort", "order", "domain", "tag", "set", "signal", "out
 export function Samples({ run, facts, query }) {
   const wanted = { run, kind: "trained", sort: "time", order: "desc", limit: 50 };
   for (const name of FILTERS) if (query[name]) wanted[name] = query[name];
-  const asked = useAnswer("samples", wanted, { matters: (kind) => kind === "samples", pauseMs: 3000 });
+  const response = useAnswer("samples", wanted, { matters: (kind) => kind === "samples", pauseMs: 3000 });
   const [more, setMore] = useState({ rows: [], after: undefined });
-  const [said, setSaid] = useState("");
+  const [failure, setFailure] = useState("");
   const key = JSON.stringify(wanted);
   useEffect(() => setMore({ rows: [], after: undefined }), [key]);
-  const state = asked.value ?? asked.old;
+  const state = response.value ?? response.old;
   const after = more.after === undefined ? state?.after : more.after;
   const next = async () => {
     try {
       const answer = await get("samples", { ...wanted, after });
       setMore((before) => ({ rows: [...before.rows, ...answer.samples], after: answer.after }));
     } catch (error) {
-      setSaid(error.message);
+      setFailure(error.message);
     }
   };
   const shown = new Set();
@@ -39,7 +39,7 @@ export function Samples({ run, facts, query }) {
   });
   return html`<div class="stack"><h2 class="said">Samples</h2>
     <${Filters} facts=${facts} query=${query} />
-    ${(asked.error || said) && html`<p class="note bad" role="alert">${asked.error?.message ?? said}</p>`}
+    ${(response.error || failure) && html`<p class="note bad" role="alert">${response.error?.message ?? failure}</p>`}
     ${
       state &&
       html`<p class="soft" role="status">${number(state.matched)} samples${state.complete ? "" : " so far; the files are still being read"}.

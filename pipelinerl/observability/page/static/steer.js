@@ -4,13 +4,13 @@ import { send } from "./api.js";
 import { Engines } from "./engines.js";
 import { anything, clock, number, words } from "./format.js";
 import { useAnswer } from "./live.js";
-import { html, useEffect, useState } from "./view.js";
+import { html, Table, useEffect, useState } from "./view.js";
 
 const CHECK_AFTER_MS = 200;
 const TICKS = 400;
 
 export function Steer({ run, facts }) {
-  const asked = useAnswer(
+  const response = useAnswer(
     "knobs",
     { run },
     {
@@ -21,15 +21,15 @@ export function Steer({ run, facts }) {
       pauseMs: 1500,
     },
   );
-  const state = asked.value;
+  const state = response.value;
   return html`<div class="stack">
     <h2 class="said">Steer</h2>
-    ${asked.error && html`<p class="note bad" role="alert">${asked.error.message}</p>`}
+    ${response.error && html`<p class="note bad" role="alert">${response.error.message}</p>`}
     ${state && !state.may_steer && html`<p
       class="note warn">This run cannot be changed${state.why_not && `: ${state.why_not}`}</p>`}
-    ${state && html`<div class="grid two"><${Knobs} run=${run} state=${state} again=${asked.again} />
+    ${state && html`<div class="grid two"><${Knobs} run=${run} state=${state} again=${response.again} />
       <${Log} log=${state.log} /></div>`}
-    ${!state && !asked.error && html`<p class="none">Loading the knobs…</p>`}
+    ${!state && !response.error && html`<p class="none">Loading the knobs…</p>`}
     <${Engines} run=${run} facts=${facts} />
   </div>`;
 }
@@ -79,11 +79,11 @@ function useDraft(run, state) {
 
 function Knobs({ run, state, again }) {
   const { draft, setDraft, changes, key, checked, refused } = useDraft(run, state);
-  const [said, setSaid] = useState(null);
+  const [message, setMessage] = useState(null);
   const [busy, setBusy] = useState(false);
   const count = Object.keys(changes).length;
   const set = (name, text) => {
-    setSaid(null);
+    setMessage(null);
     setDraft((before) => ({ ...before, [name]: text }));
   };
   const apply = async (event) => {
@@ -93,13 +93,13 @@ function Knobs({ run, state, again }) {
     try {
       const answer = await send("PATCH", "knobs", JSON.parse(key), { run });
       setDraft({});
-      setSaid({
+      setMessage({
         look: "good",
         text: `Accepted: ${anything(changes)}; it takes effect ${answer.effective || "at the next step boundary"}.`,
       });
       again();
     } catch (error) {
-      setSaid({ look: "bad", text: error.message });
+      setMessage({ look: "bad", text: error.message });
     }
     setBusy(false);
   };
@@ -122,12 +122,12 @@ function Knobs({ run, state, again }) {
         disabled=${!count || !checked || refused.length > 0 || busy}>${count > 1 ? `Apply ${count} changes` : "Apply"}</button>
       <button type="button" disabled=${!count} onClick=${() => {
         setDraft({});
-        setSaid(null);
+        setMessage(null);
       }}>Undo</button>
       <span role="status" class="soft">${count > 0 && !checked ? "checking…" : count > 0 && !refused.length ? "It takes effect at the next step boundary." : ""}</span>
     </div>`}
     <div role="alert">${whole.map((each) => html`<p class="note bad" key=${each.message}>${each.message}</p>`)}</div>
-    <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div>
+    <div role="status">${message && html`<p class=${`note ${message.look}`}>${message.text}</p>`}</div>
   </form>`;
 }
 
@@ -182,17 +182,14 @@ function Knob({ knob, text, why, able, set }) {
 function Log({ log }) {
   return html`<section class="card"><h2>Knob changes</h2>${
     log.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Changes of knobs"><table>
-    <thead><tr><th scope="col">time</th><th class="number" scope="col">step</th><th scope="col">by</th>
-      <th scope="col">change</th></tr></thead>
-    <tbody>${[...log].reverse().map(
+      ? html`<${Table} label="Changes of knobs" head=${["time", "step", "by", "change"]} numbers=${["step"]}>${[...log].reverse().map(
       (
         each,
         index,
       ) => html`<tr key=${log.length - index}><td>${clock(each.time)}</td><td class="number">${number(each.step)}</td>
       <td>${each.who}</td><td>${anything(each.changes)}${each.live === false && html` <span
         class="soft">(the recipe was edited)</span>`}</td></tr>`,
-    )}</tbody></table></div>`
+    )}</>`
       : html`<p class="none">No knobs were changed.</p>`
   }</section>`;
 }

@@ -6,7 +6,7 @@ import { duration, number, percent, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { colours, draw, heightOf, partAt } from "./timeline_canvas.js";
 import { onTheme } from "./theme.js";
-import { html, useEffect, useMemo, useRef, useState } from "./view.js";
+import { html, Table, useEffect, useMemo, useRef, useState } from "./view.js";
 
 const LEAST_S = 0.02;
 const ASK_AFTER_MS = 120;
@@ -18,11 +18,11 @@ const SPANS = [
 ];
 
 export function Timeline({ run, facts }) {
-  const [asked, setAsked] = useState({ from: null, to: null, points: 1500 });
+  const [request, setRequest] = useState({ from: null, to: null, points: 1500 });
   const live = facts.state === "live" || facts.state === "starting";
   const answer = useAnswer(
     "timeline",
-    { run, from: asked.from, to: asked.to, points: asked.points },
+    { run, from: request.from, to: request.to, points: request.points },
     { matters: (kind) => live && ["step", "behind", "event", "state"].includes(kind), pauseMs: 2000 },
   );
   const data = answer.value ?? answer.old;
@@ -30,8 +30,8 @@ export function Timeline({ run, facts }) {
     return html`<p class=${answer.error ? "note bad" : "none"}>${answer.error?.message ?? "Loading the timeline…"}</p>`;
   if (!data.lanes.length || !data.end)
     return html`<p class="none">No events yet: the lanes appear with the first event.</p>`;
-  return html`<div class="stack"><h2 class="said">Timeline</h2><${Lanes} data=${data} live=${live} ask=${setAsked} />
-    <${Told} data=${data} /></div>`;
+  return html`<div class="stack"><h2 class="said">Timeline</h2><${Lanes} data=${data} live=${live} ask=${setRequest} />
+    <${WindowTables} data=${data} /></div>`;
 }
 
 // View state outside of the components, because it changes with every wheel event.
@@ -126,7 +126,7 @@ function Lanes({ data, live, ask }) {
 }
 
 // Installs wheel, drag and pointer handlers; returns a function that removes them.
-function handle(element, view, show, tell) {
+function handle(element, view, show, showTip) {
   const all = () => [0, Math.max(view.data.end, LEAST_S)];
   const timeAt = (event) => {
     const box = element.getBoundingClientRect();
@@ -162,7 +162,7 @@ function handle(element, view, show, tell) {
       event.clientY - box.top,
       (view.range ?? all())[1] - (view.range ?? all())[0],
     );
-    tell(part || `at ${duration(timeAt(event))}`);
+    showTip(part || `at ${duration(timeAt(event))}`);
   };
   const up = () => {
     grabbed = null;
@@ -179,7 +179,7 @@ function handle(element, view, show, tell) {
 }
 
 // The same as tables: the share of the window that each track fills, and the events in it.
-function Told({ data }) {
+function WindowTables({ data }) {
   const rows = data.lanes.flatMap((lane) =>
     lane.tracks.map((track) => {
       const busy = track.busy.reduce((sum, each) => sum + each, 0);
@@ -194,28 +194,23 @@ function Told({ data }) {
   );
   return html`<div class="grid two"><section class="card"><h2>In this window <span
     class="soft">${duration(data.from)} to ${duration(data.to)}</span></h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="Lanes">
-    <table><thead><tr><th scope="col">lane</th><th scope="col">track</th><th class="number" scope="col">count</th>
-      <th class="number" scope="col">total</th><th class="number" scope="col">share</th></tr></thead>
-    <tbody>${rows.map(
+    <${Table} label="Lanes" head=${["lane", "track", "count", "total", "share"]} numbers=${["count", "total", "share"]}>${rows.map(
       (
         row,
       ) => html`<tr key=${`${row.lane}/${row.kind}`}><td>${row.lane}</td><td>${words(row.kind)}</td>
         <td class="number">${number(row.count)}</td><td class="number">${duration(row.busy)}</td>
       <td class="number">${percent(row.share)}</td></tr>`,
-    )}</tbody></table></div></section>
+    )}</></section>
     <section class="card"><h2>Events</h2>${
       data.marks.length
-        ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
-          <th class="number" scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
-      <tbody>${data.marks
+        ? html`<${Table} label="Marks" look="scroll long" head=${["time", "event", "details"]} numbers=${["time"]}>${data.marks
         .slice(-60)
         .reverse()
         .map(
           ([at, kind, text], index) =>
             html`<tr key=${index}><td class="number">${duration(at)}</td><td class="figure">${words(kind)}</td><td>${text}</td>
               </tr>`,
-        )}</tbody></table></div>`
+        )}</>`
         : html`<p class="none">No events in this window.</p>`
     }</section></div>`;
 }

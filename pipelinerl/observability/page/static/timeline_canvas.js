@@ -1,6 +1,7 @@
 // Draws the lanes on a canvas. Versions cycle through eight colours. Spans narrower than a pixel are drawn one pixel wide,
 // with an opacity of their busy share.
 import { duration, number, words } from "./format.js";
+import { firstFrom, sheet } from "./plot.js";
 import { visible } from "./view.js";
 
 const LANE = 26;
@@ -24,24 +25,13 @@ const LOOKS = {
   evaluation: { hue: 3, high: 1 },
   checkpoint: { hue: 5, high: 0.7 },
   stall: { hue: 7, high: 0.7 },
-  down: { fill: "bad-wash", high: 1 },
 };
 const ROLLOUTS = "rollouts";
 
 export function colours() {
   const style = getComputedStyle(document.documentElement);
-  const names = [
-    "ink",
-    "soft",
-    "line",
-    "edge",
-    "card",
-    "sunk",
-    "bad",
-    "bad-wash",
-    "warn",
-    ...Array.from({ length: 8 }, (_, at) => [`c${at + 1}`, `v${at}`]).flat(),
-  ];
+  const hues = Array.from({ length: 8 }, (_, at) => [`c${at + 1}`, `v${at}`]).flat();
+  const names = ["ink", "soft", "line", "edge", "card", "sunk", "bad", "bad-wash", ...hues];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
@@ -74,14 +64,7 @@ export function heightOf(data) {
 
 export function draw(canvas, data, range, look) {
   const { clientWidth: width, clientHeight: height } = canvas;
-  const ratio = devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-  }
-  const paper = canvas.getContext("2d");
-  paper.setTransform(ratio, 0, 0, ratio, 0, 0);
-  paper.clearRect(0, 0, width, height);
+  const paper = sheet(canvas, width, height);
   const left = width < 520 ? 76 : 148;
   const plot = {
     paper,
@@ -138,22 +121,12 @@ function drawName({ paper, left, look }, name, middle) {
   paper.fillText(text, 2, middle);
 }
 
-function firstAfter(sorted, value) {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] < value) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 function drawTrack({ paper, left, low, scale, look, right }, track, top) {
   const shape = LOOKS[track.kind] ?? { fill: "edge", high: 0.5 };
   const height = Math.round(BAR * shape.high);
   const y = top + BAR - height;
   const { start, end, value, count, busy } = track;
-  for (let at = firstAfter(end, low); at < start.length; at += 1) {
+  for (let at = firstFrom(end, low); at < start.length; at += 1) {
     const from = Math.max(left, left + (start[at] - low) * scale);
     if (from > right) break;
     const to = Math.min(right, left + (end[at] - low) * scale);
@@ -241,17 +214,17 @@ export function partAt(data, time, y, span) {
   }
   const lane = data.lanes[index];
   if (!lane) return rolloutAt(data, time, y);
-  const said = [];
+  const parts = [];
   for (const track of lane.tracks) {
-    const at = firstAfter(track.end, time);
+    const at = firstFrom(track.end, time);
     if (at >= track.start.length || track.start[at] > time) continue;
     const what =
       track.kind === "serves" ? `serves version ${track.value[at]}` : `${words(track.kind)} ${track.value[at] ?? ""}`;
     const note = track.note[at] ? `, ${visible(String(track.note[at]))}` : "";
     const many = track.count[at] > 1 ? `, the longest of ${number(track.count[at])}` : "";
-    said.push(`${what}${note}${many}: ${duration(track.busy[at])} from ${duration(track.start[at])}`);
+    parts.push(`${what}${note}${many}: ${duration(track.busy[at])} from ${duration(track.start[at])}`);
   }
-  return said.length ? `${visible(lane.lane)} · ${said.join(" · ")}` : "";
+  return parts.length ? `${visible(lane.lane)} · ${parts.join(" · ")}` : "";
 }
 
 function rolloutAt(data, time, y) {

@@ -2,9 +2,8 @@
 import { anything, number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { link, settle } from "./route.js";
-import { html, useMemo, useState } from "./view.js";
+import { html, Table, useMemo, useState } from "./view.js";
 
-const NUMERIC = ["numerics", "staleness", "cache"];
 const SHADES = { numerics: "plus", staleness: "minus", cache: "other" };
 const DELTAS = [1e-5, 1e-3, 1e-2, 1e-1];
 const NATS = [0.05, 0.5, 1, 2];
@@ -29,7 +28,7 @@ const SHOWS = {
       return size ? `${SHADES[all.cause?.[at]] ?? "plus"}${size}` : "";
     },
     keys: () =>
-      NUMERIC.flatMap((cause) =>
+      Object.keys(SHADES).flatMap((cause) =>
         DELTAS.map((edge, index) => [
           `${SHADES[cause]}${index + 1}`,
           index ? `≥ ${edge}` : `${cause} ≥ ${number(edge, 1)}`,
@@ -57,8 +56,6 @@ const SHOWS = {
       return size ? `other${size}` : "";
     },
     keys: () => NATS.map((edge, index) => [`other${index + 1}`, `≥ ${edge} nats`]),
-    absent:
-      "Entropy was not measured here: it covers some answers of every figures.exact_entropy_interval-th step.",
   },
   mask: {
     title: "mask",
@@ -69,7 +66,6 @@ const SHOWS = {
     ],
   },
 };
-const COLUMNS = { version: "version", delta: "delta", advantage: "advantage", entropy: "entropy", mask: "mask" };
 
 export function Tokens({ run, rest, query }) {
   const [id, sample] = rest;
@@ -89,12 +85,12 @@ export function Tokens({ run, rest, query }) {
       class="soft">step ${number(all.step)}, ${number(all.count)} tokens${all.left_out ? `, ${number(all.left_out)} of them omitted after token ${number(all.left_out_at)}` : ""}</span></h2>
     <div class="row" role="group" aria-label="Coloured by">${Object.entries(SHOWS).map(
       ([name, show]) => html`<button type="button" key=${name} aria-pressed=${name === by ? "true" : "false"}
-        disabled=${all[COLUMNS[name]] === null || all[COLUMNS[name]] === undefined}
+        disabled=${all[name] === null || all[name] === undefined}
           onClick=${() => settle({ by: name })}>${show.title}</button>`,
     )}
       <button type="button" aria-pressed=${table ? "true" : "false"}
         onClick=${() => settle({ as: table ? "" : "table" })}>table</button></div>
-    ${all.entropy ? "" : html`<p class="soft">${SHOWS.entropy.absent}</p>`}
+    ${all.entropy ? "" : html`<p class="soft">Entropy was not measured here: it covers some answers of every figures.exact_entropy_interval-th step.</p>`}
     <${Sequence} all=${all} by=${by} table=${table} /></section></div>`;
 }
 
@@ -136,7 +132,7 @@ function Sequence({ all, by, table }) {
   return html`<p>${keys.map(([look, text]) => html`<span key=${look + text}
     class=${`swatch ${look}`}>${text}</span>`)}<span
     class="soft">grey text was not sampled; framed tokens are special</span></p>
-    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or use ← and →." : told(all, at)}</p>
+    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or use ← and →." : describe(all, at)}</p>
     ${
       table
         ? html`<${TokenTable} all=${all} />`
@@ -152,7 +148,7 @@ function Sequence({ all, by, table }) {
     }`;
 }
 
-function told(all, at) {
+function describe(all, at) {
   const parts = [
     `token ${at}: id ${all.id[at]}`,
     JSON.stringify(all.text[at]),
@@ -175,12 +171,9 @@ function TokenTable({ all }) {
   const names = ["version", "logprob", "trainer_logprob", "delta", "cause", "advantage", "entropy", "mask"].filter(
     (name) => all[name],
   );
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Tokens"><table><thead><tr>
-    <th class="number" scope="col">at</th><th class="number" scope="col">id</th><th scope="col">text</th>
-    <th scope="col">sampled</th>
-    ${names.map((name) => html`<th key=${name}
-      class=${name === "cause" ? "" : "number"} scope="col">${words(name)}</th>`)}</tr></thead>
-    <tbody>${all.text.map(
+  const head = ["at", "id", "text", "sampled", ...names.map(words)];
+  const numbers = head.filter((title) => !["text", "sampled", "cause"].includes(title));
+  return html`<${Table} label="Tokens" head=${head} numbers=${numbers}>${all.text.map(
       (
         text,
         at,
@@ -188,5 +181,5 @@ function TokenTable({ all }) {
         <td class="mono">${JSON.stringify(text)}</td><td>${all.sampled[at] ? "yes" : "no"}</td>
       ${names.map((name) => html`<td key=${name}
         class=${name === "cause" ? "" : "number"}>${name === "mask" ? (all.mask[at] ? "yes" : "no") : anything(all[name][at])}</td>`)}</tr>`,
-    )}</tbody></table></div>`;
+    )}</>`;
 }

@@ -33,4 +33,12 @@ function visibleElement(type, props, ...children) {
 }
 
 export const html = templates(visibleElement);
+
+// A table that scrolls in its box, with the column titles `head`, of which `numbers` align right; its children are the rows.
+export function Table({ label, look = "scroll", head, numbers = [], children }) {
+  return html`<div class=${look} tabindex="0" role="region" aria-label=${label}><table><thead><tr>
+    ${head.map((title) => html`<th class=${numbers.includes(title) ? "number" : undefined} scope="col">${title}</th>`)}</tr></thead>
+    <tbody>${children}</tbody></table></div>`;
+}
+
 export { render, useEffect, useMemo, useRef, useState };

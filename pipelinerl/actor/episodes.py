@@ -117,8 +117,8 @@ class Episodes:
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
-        age = _GroupAge(progress)
-        played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
+        started = _from_first_turn(progress)
+        played = await _all([self.play(order, sample, started) for sample in range(order.sampling.num_samples)])
         told = [each for each in played if each.episode.last is not None]
         progress.judged(
             [each.judgement for each in played if each.is_counted],
@@ -230,25 +230,20 @@ class Episodes:
         return sample
 
 
-@final
-class _GroupAge:
-    """`GroupProgress` of one group's episodes, which reports the group as begun at its first turn only."""
+def _from_first_turn(progress: GroupProgress) -> GroupProgress:
+    """Return callbacks that report the group as begun only until one of its turns has been sampled."""
+    has_turn = False
 
-    def __init__(self, progress: GroupProgress) -> None:
-        self._progress = progress
-        self._has_turn = False
-        self.handed_over = progress.handed_over
-        self.resampled = progress.resampled
-        self.judged = progress.judged
-        self.played = progress.played
+    def begun() -> None:
+        if not has_turn:
+            progress.begun()
 
-    def begun(self) -> None:
-        if not self._has_turn:
-            self._progress.begun()
+    def sampled(engine: str) -> None:
+        nonlocal has_turn
+        has_turn = True
+        progress.sampled(engine)
 
-    def sampled(self, engine: str) -> None:
-        self._has_turn = True
-        self._progress.sampled(engine)
+    return replace(progress, begun=begun, sampled=sampled)
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:

@@ -7,7 +7,6 @@ without effect; the controller detects this from these counts and ends the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import final
 
 from msgspec.structs import replace
@@ -23,20 +22,19 @@ class VerifierTally:
     """Counter of verdicts, episodes and tool calls since the actor started, and of failures in a row."""
 
     def __init__(self) -> None:
-        self._by_domain: dict[str, VerifierFigures] = {}
+        self.by_domain: dict[str, VerifierFigures] = {}
 
     def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
         """Count the verdicts on answers of `domain`."""
-        figures = self._by_domain.get(domain) or VerifierFigures()
-        for outcome, verdicts in groupby((verdict for verdict, _ in judgements), key=_kind):
-            figures = _counted(figures, outcome, list(verdicts))
-        seconds = figures.seconds + sum(seconds for _, seconds in judgements)
-        self._by_domain[domain] = replace(figures, seconds=seconds)
+        figures = self.by_domain.get(domain, VerifierFigures())
+        for verdict, seconds in judgements:
+            figures = _counted(replace(figures, seconds=figures.seconds + seconds), verdict)
+        self.by_domain[domain] = figures
 
     def note_episode(self, domain: str, calls: ToolCalls, environment_s: float) -> None:
         """Count an episode, its tool calls, and its seconds outside the model."""
-        figures = self._by_domain.get(domain) or VerifierFigures()
-        self._by_domain[domain] = replace(
+        figures = self.by_domain.get(domain, VerifierFigures())
+        self.by_domain[domain] = replace(
             figures,
             tool_episodes=figures.tool_episodes + calls.offered,
             calls_parsed=figures.calls_parsed + calls.parsed,
@@ -46,24 +44,12 @@ class VerifierTally:
             tool_errors=figures.tool_errors + calls.failed,
         )
 
-    @property
-    def by_domain(self) -> dict[str, VerifierFigures]:
-        """The counts so far, by domain."""
-        return dict(self._by_domain)
 
-
-def _kind(verdict: Verdict) -> Outcome | None:
-    return None if verdict.outcome.is_judgement else verdict.outcome
-
-
-def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """Add consecutive verdicts to `figures`. All are failures of the kind `failure`; if None, all are judgements."""
-    more = len(verdicts)
-    if failure is None:
-        return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
-    reason = f"{failure}: {verdicts[-1].reason}"
-    if failure is Outcome.TIMEOUT:
-        timeouts, in_a_row = figures.timeouts + more, figures.timeouts_in_a_row + more
-        return replace(figures, timeouts=timeouts, timeouts_in_a_row=in_a_row, reason=reason)
-    errors, in_a_row = figures.errors + more, figures.errors_in_a_row + more
-    return replace(figures, errors=errors, errors_in_a_row=in_a_row, reason=reason)
+def _counted(figures: VerifierFigures, verdict: Verdict) -> VerifierFigures:
+    reason = f"{verdict.outcome}: {verdict.reason}"
+    if verdict.outcome.is_judgement:
+        return replace(figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
+    if verdict.outcome is Outcome.TIMEOUT:
+        in_a_row = figures.timeouts_in_a_row + 1
+        return replace(figures, timeouts=figures.timeouts + 1, timeouts_in_a_row=in_a_row, reason=reason)
+    return replace(figures, errors=figures.errors + 1, errors_in_a_row=figures.errors_in_a_row + 1, reason=reason)

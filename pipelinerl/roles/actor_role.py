@@ -17,7 +17,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
-from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
@@ -73,7 +72,7 @@ async def run(identity: Identity) -> None:
         ActorSettings(name=identity.name, groups_in_flight=config.groups_in_flight),
         stream=stream,
         maker_of=lambda domain: episodes if episodes and domain in domains else single_turn,
-        filtering=Filtering(group_filter),
+        group_filter=group_filter,
     )
     players = [domain.player for domain in domains.values()]
     try:

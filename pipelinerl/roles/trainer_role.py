@@ -17,8 +17,6 @@ from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.observability.samples.reading import FOLDER
-from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import (
@@ -151,14 +149,14 @@ def canary_of(config: RunConfig) -> Canary:
 
 def samples_of(identity: Identity) -> TrainingSamples | None:
     """Return the recorder of samples from training steps; None if the recipe keeps no samples."""
-    config, section = identity.config, identity.config.samples
-    if section.log == "off":
+    config, log = identity.config, identity.sample_log("training")
+    if log is None:
         return None
     return TrainingSamples(
-        log=SampleLog(identity.run_dir / FOLDER, "training", max_bytes=section.max_bytes // 2),
+        log=log,
         decode=decoder_of(config.model.resolved),
         seed=config.run.seed,
-        groups_per_step=section.groups_per_step,
+        groups_per_step=config.samples.groups_per_step,
     )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from inference_contract.weights import BaseUrl
 from pipelinerl.config.learning import CooldownSection, RewardSection
-from pipelinerl.config.sections import Section
+from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.config.verification import (
     InstructionsSection,
     JudgeSection,
@@ -53,9 +53,7 @@ class EpisodeSection(Section):
     @property
     def limits(self) -> EpisodeLimits:
         """These limits as the value type that actors use."""
-        return EpisodeLimits(
-            max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
-        )
+        return EpisodeLimits(**shared_values(self, EpisodeLimits))
 
 
 class DomainSection(Section):
@@ -251,10 +249,4 @@ class DomainSection(Section):
     @property
     def sampling(self) -> DomainSampling:
         """The sampling parameters that the domain sets in place of the run's."""
-        return DomainSampling(
-            group_size=self.group_size,
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        return DomainSampling(**shared_values(self, DomainSampling))

@@ -255,11 +255,8 @@ class RunConfig(Section):
     @property
     def gpus_of_trainer(self) -> int:
         """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
-        if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
-            return 0
-        # The trainer validates the mesh later, so tolerate wrong types here.
-        mesh = self.trainer.options.get("mesh", {})
-        return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
+        on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST
+        return 0 if on_host else self._mesh_size
 
     @property
     def trainer_processes(self) -> int:
@@ -267,10 +264,14 @@ class RunConfig(Section):
 
         It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
+        is_started_whole = self.trainer.type == "torch" and "distributed" not in self.trainer.options
+        return self._mesh_size if is_started_whole else 1
+
+    @property
+    def _mesh_size(self) -> int:
+        # The trainer validates the mesh later, so tolerate wrong types here.
         mesh = self.trainer.options.get("mesh", {})
-        if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
-            return 1
-        return math.prod(axis for axis in mesh.values() if isinstance(axis, int))
+        return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
     def in_one_process(self) -> Self:

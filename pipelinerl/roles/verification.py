@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import shared_values
 from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
@@ -201,8 +202,14 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
         most_tokens=_share(section.most_tokens, sharers),
         file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and bounded else None,
     )
+    pattern = None if section.pattern is None else re.compile(section.pattern)
+    settings = JudgeSettings(
+        **shared_values(section, JudgeSettings) | {"rubric": section.template},
+        format=ScoreFormat(low=section.low, high=section.high, pattern=pattern),
+        correct_at=domain.correct_at,
+    )
     return Judge(
-        _judge_settings(section, domain.correct_at),
+        settings,
         open_server=lambda: _open_server(section, token),
         spending=spending,
     )
@@ -221,22 +228,6 @@ async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
-
-
-def _judge_settings(section: JudgeSection, correct_at: float) -> JudgeSettings:
-    pattern = None if section.pattern is None else re.compile(section.pattern)
-    return JudgeSettings(
-        rubric=section.template,
-        format=ScoreFormat(low=section.low, high=section.high, pattern=pattern),
-        votes=section.votes,
-        least_agreement=section.least_agreement,
-        correct_at=correct_at,
-        temperature=section.temperature,
-        max_tokens=section.max_tokens,
-        most_chars=section.most_chars,
-        concurrency=section.concurrency,
-        remembered=section.remembered,
-    )
 
 
 def _share(most: int | None, sharers: int) -> int | None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, NamedTuple, Self, final
 
 import msgspec
 
@@ -67,19 +66,15 @@ _DECODER: Final = msgspec.msgpack.Decoder(Decision | JournalSnapshot)
 _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """Contents of a journal: the state at its newest snapshot, and the decisions since then.
+class Recovered(NamedTuple):
+    """A recovered journal: the state at its newest snapshot, and the decisions since then.
 
-    The effects of the last decision, made at `now`, must be carried out again. Reports are read from `reports_offset`
-    on.
+    The effects of the last decision must be carried out again.
     """
 
-    number: int
+    journal: Journal
     state: RunState
     decisions: list[Decision]
-    reports_offset: str
-    now: float
 
 
 @final
@@ -147,8 +142,8 @@ class Journal:
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
-    async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal and its contents; return None if entries are missing or cannot be read.
+    async def recover(cls, stream: Stream) -> Recovered | None:
+        """Return the journal with its contents; return None if entries are missing or cannot be read.
 
         Raises UserError if the journal has an unknown layout version.
         """
@@ -171,13 +166,7 @@ class Journal:
         heard = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
         journal.reports_offset = heard[-1] if heard else start.reports_offset
         journal.now = decisions[-1].given.now if decisions else start.now
-        return journal, Recovered(
-            number=numbers[-1],
-            state=start.state,
-            decisions=decisions,
-            reports_offset=journal.reports_offset,
-            now=journal.now,
-        )
+        return Recovered(journal, start.state, decisions)
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:

@@ -68,10 +68,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.observability.status import (
-    RestartStatus,
-    RunStatus,
-)
+from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
@@ -174,10 +171,10 @@ class ControllerService:
         Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
-        if found is None or found[1].state.launch != self.controller.state.launch:
+        if found is None or found.state.launch != self.controller.state.launch:
             await self._begin()
         else:
-            await self._go_on(*found)
+            await self._go_on(found)
         self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
@@ -275,14 +272,20 @@ class ControllerService:
         await self._journal.snapshot(state)
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
-    async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
-        self._journal = journal
-        self._ahead = found.now - self._clock()
+    def _replay(self, found: Recovered) -> list[Effect]:
+        """Restore the journaled state, and return the effects of the last decision."""
         self.controller.state = found.state
         effects: list[Effect] = []
         for decision in found.decisions:
             effects = self.controller.decide(decision.given)
+        return effects
+
+    async def _go_on(self, found: Recovered) -> None:
+        """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
+        self._journal = found.journal
+        number = found.journal.number
+        self._ahead = found.journal.now - self._clock()
+        effects = self._replay(found)
         entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
         for entry in entries:
             try:
@@ -298,17 +301,16 @@ class ControllerService:
         else:
             self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
             self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
-        written = self._events.count_recent(decision=found.number)
+        written = self._events.count_recent(decision=number)
         for effect in effects:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
-            await self._carry_out(effect, found.number, recorded=recorded)
+            await self._carry_out(effect, number, recorded=recorded)
         # The dead controller may have finished the run without writing the run's last event.
         if self.controller.state.phase is RunPhase.FINISHED:
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
-            await self._carry_out(
-                last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
-            )
+            finish = last_word(self.controller.state, self.controller.settings)
+            await self._carry_out(finish, number, recorded=recorded)
             return
         log.warning("the controller has restarted and continues at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
@@ -356,9 +358,7 @@ class ControllerService:
         found = await Journal.recover(self._stream)
         if found is None:
             return False
-        self.controller.state = found[1].state
-        for decision in found[1].decisions:
-            self.controller.decide(decision.given)
+        self._replay(found)
         return True
 
     async def _poll(self) -> None:

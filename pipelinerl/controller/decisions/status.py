@@ -7,16 +7,17 @@ newest load of each engine, as polled; it is not part of the journal or of check
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Final, final
+
+import msgspec
 
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.routes import ActorAssignment
-from pipelinerl.controller.state.answer_figures import AnswerFigures, PassAt
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
@@ -103,41 +104,15 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
     if not results:
         return status.HeldOutStatus()
-    first, last = results[0], results[-1]
-    return status.HeldOutStatus(
-        name=last.name,
-        **_figures(last),
-        version=last.model_version,
-        one_version=last.one_version,
-        incomplete=last.incomplete,
-        by_domain=_groups(last.by_domain),
-        by_tag=_groups(last.by_tag),
-        first=first.accuracy,
-        best=max((each.accuracy for each in results if each.accuracy is not None), default=None),
-    )
-
-
-def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresStatus, ...]:
-    return tuple(
-        status.GroupFiguresStatus(name=name, problems=each.problems, **_figures(each)) for name, each in figures.items()
-    )
-
-
-def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    return {
-        "accuracy": of.accuracy,
-        "low": of.low,
-        "high": of.high,
-        "pass_at": _at(of.pass_at),
-        "majority_at": _at(of.majority_at),
-        "length_mean": of.length_mean,
-        "length_p95": of.length_p95,
-        "truncated": of.truncated,
+    last = msgspec.to_builtins(results[-1])  # its figures have the same names in the status
+    added = {
+        "version": results[-1].model_version,
+        "by_domain": [{"name": name, **figures} for name, figures in last["by_domain"].items()],
+        "by_tag": [{"name": name, **figures} for name, figures in last["by_tag"].items()],
+        "first": results[0].accuracy,
+        "best": max((each.accuracy for each in results if each.accuracy is not None), default=None),
     }
-
-
-def _at(estimates: Sequence[PassAt]) -> tuple[status.PassAtStatus, ...]:
-    return tuple(status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in estimates)
+    return msgspec.convert(last | added, status.HeldOutStatus)
 
 
 def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:

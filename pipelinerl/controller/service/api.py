@@ -52,15 +52,10 @@ from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.service.wire import VerifierLease
 
 _LOCALHOST: Final = "localhost"
-_ELSEWHERE: Final = (
-    "url: a loopback address only works on its own machine, but this came from {asker}: start the {what} with "
-    "--host and an address at which other machines reach it"
-)
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
 #: Time limit in seconds for checking that an offered engine answers; the engine waits five seconds for the response.
 _PROBE_S: Final = 3.0
-_GOING: Final = "{url} is leaving already: {why}; to add an engine, request one that replaces none"
 
 _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 
@@ -125,9 +120,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(
-                changes
-            )  # validates the changes; an error names the knob with the invalid value
+            service.controller.state.knobs.patched(changes)  # raises an error that names the knob if a value is invalid
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
@@ -169,10 +162,10 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
 
     @app.delete(routes.ENGINES)
     async def remove(engine: Annotated[str, Query()]) -> Response:
-        named = _named(service, engine)
-        if named is None:
+        url, requests = _url(service, engine), service.controller.state.engine_requests
+        if url is None and not any(request.wanted and request.name == engine for request in requests):
             return _unknown(service)
-        await service.perform(EngineRemoved(now=await service.now(), engine=named))
+        await service.perform(EngineRemoved(now=await service.now(), engine=url or engine))
         return _answer(Done("removed"))
 
 
@@ -197,7 +190,8 @@ def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
         records = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
         if not records:
             why = removal_reason(service.controller.state, replaced)
-            return refusal(409, _GOING.format(url=replaced, why=why), code="engine_going", param="replaces")
+            message = f"{replaced} is leaving already: {why}; to add an engine, request one that replaces none"
+            return refusal(409, message, code="engine_going", param="replaces")
         return _answer(EngineNames(tuple(records[0]["names"])))
 
 
@@ -222,7 +216,11 @@ def _unreachable(request: Request, url: str, what: str) -> Response | None:
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
-    return refusal(422, _ELSEWHERE.format(asker=asker, what=what), code=f"unreachable_{what}", param="url")
+    message = (
+        f"url: a loopback address only works on its own machine, but this came from {asker}: start the {what} with "
+        "--host and an address at which other machines reach it"
+    )
+    return refusal(422, message, code=f"unreachable_{what}", param="url")
 
 
 def _answer(value: msgspec.Struct) -> Response:
@@ -247,15 +245,6 @@ def _url(service: ControllerService, engine: str) -> str | None:
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
     return next((r.url for r in records if r.url == base), named[0] if len(named) == 1 else None)
-
-
-def _named(service: ControllerService, engine: str) -> str | None:
-    requested = (
-        request.name
-        for request in service.controller.state.engine_requests
-        if request.wanted and request.name == engine
-    )
-    return _url(service, engine) or next(requested, None)
 
 
 def _unknown(service: ControllerService) -> Response:

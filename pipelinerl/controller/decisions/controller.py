@@ -36,7 +36,7 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.decisions import controller, elastic, engine_decisions
+from pipelinerl.controller.decisions import elastic, engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -121,7 +121,6 @@ class Controller:
             seed=settings.seed,
             sampling=settings.sampling,
             by_domain=settings.by_domain,
-            training_problem=self._drawn,
             held_out_problem=held_out_problem,
         )
         self._evaluator = Evaluator(settings.evaluation, self._orders)
@@ -138,13 +137,9 @@ class Controller:
             effects += self._publish_if_due(again=isinstance(given, Ticked))
             effects += self.issue()
         effects += give_up(self.state, self.settings, now=given.now)
-        mark = progress_mark(self.state)
-        if list(mark) != list(self.state.watchdog.mark):
-            self.state.watchdog.mark, self.state.watchdog.moved_at, self.state.watchdog.reported = (
-                mark,
-                given.now,
-                False,
-            )
+        mark, watchdog = progress_mark(self.state), self.state.watchdog
+        if list(mark) != list(watchdog.mark):
+            watchdog.mark, watchdog.moved_at, watchdog.reported = mark, given.now, False
         return effects
 
     def _decide(self, given: AnyInput) -> list[Effect]:
@@ -200,7 +195,7 @@ class Controller:
             case CanaryChecked():
                 return engine_decisions.canary_checked(self.state, report, now=now)
             case Checkpointed() | CheckpointDelayed():
-                return controller.checkpointed(self.state, report)
+                return self._checkpointed(report)
             case TrainerLeaving():
                 return self._trainer_leaving(report)
             case TrainerStopped():
@@ -210,7 +205,16 @@ class Controller:
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [controller.handed_over(report)]
+                return [
+                    Record(
+                        "group_handed_over",
+                        {
+                            "order_id": report.order_id,
+                            "tokens_kept": report.tokens_kept,
+                            "tokens_resampled": report.tokens_resampled,
+                        },
+                    )
+                ]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -220,17 +224,15 @@ class Controller:
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
         """Change knobs and send them to the trainer. If a value is unusable, change nothing and raise RecipeError."""
-        before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
-        changed = {
-            name: value
-            for name, value in self.state.knobs.to_json().items()
-            if name in changes or value != before[name]
-        }
-        self.state.knob_log.append(
-            KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
+        state = self.state
+        before, state.knobs = state.knobs.to_json(), state.knobs.patched(changes)
+        after = state.knobs.to_json()
+        changed = {name: value for name, value in after.items() if name in changes or value != before[name]}
+        state.knob_log.append(
+            KnobChange(time=time, step=state.version, cursor=state.account.cursor, who=who, changes=changed)
         )
-        effects: list[Effect] = [Record("knobs", {"changes": changed, "who": who, "step": self.state.version})]
-        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}")
+        event = Record("knobs", {"changes": changed, "who": who, "step": state.version})
+        return [event, *self._unasked(f"knobs-e{state.epoch}-{len(state.knob_log)}")]
 
     def stop(self, reason: str) -> list[Effect]:
         """End the run at the next step boundary, with a last publication, checkpoint and evaluation."""
@@ -243,13 +245,11 @@ class Controller:
     def tick(self, *, now: float) -> list[Effect]:
         """React to the passing of time: expel engines whose drain is overdue, and record each stall once."""
         effects = engine_decisions.overdue(self.state, now=now)
-        still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
-        if (
-            still_s > self.settings.stall_s
-            and not self.state.watchdog.reported
-            and self.state.phase is not RunPhase.FINISHED
-        ):
-            self.state.watchdog.reported = True
+        watchdog = self.state.watchdog
+        still_s = now - watchdog.moved_at if watchdog.mark else 0.0
+        is_stalled = still_s > self.settings.stall_s and self.state.phase is not RunPhase.FINISHED
+        if is_stalled and not watchdog.reported:
+            watchdog.reported = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
 
@@ -293,9 +293,8 @@ class Controller:
             index = self.state.account.next_index()
             order = self._orders.training(
                 index,
+                self._problem_of(index),
                 temperature=self.state.knobs.temperature,
-                domain_weights=self.state.domain_weights_of(index),
-                quota=self.state.quota_of(index),
                 issued_at=IssuedAt(self.state.epoch, self.state.version),
             )
             self.state.account.note_sent(order)
@@ -307,9 +306,15 @@ class Controller:
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
-    def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+    def _problem_of(self, index: int) -> Problem:
         """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
-        return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
+        weights, quota = self.state.domain_weights_of(index), self.state.quota_of(index)
+        return self.state.cooldown.choose(
+            index,
+            lambda ahead: self._training_problem(index, weights, quota, ahead),
+            version=self.state.version,
+            frontier=self.state.account.consumed.frontier,
+        )
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
@@ -342,41 +347,40 @@ class Controller:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.trainer.begun:
+        state, trainer = self.state, self.state.trainer
+        if report.report_id in trainer.begun:
             return []  # a repeated report of an earlier trainer, whose epoch is over
-        self.state.trainer.awaited = engine_decisions.awaited(
-            self.state, engines_expected=self.settings.engines_expected
-        )
-        if self.state.trainer.awaited and self.state.phase is RunPhase.STARTING:
-            self.state.trainer.pending_ready = report
+        trainer.awaited = engine_decisions.awaited(state, engines_expected=self.settings.engines_expected)
+        if trainer.awaited and state.phase is RunPhase.STARTING:
+            trainer.pending_ready = report
             return []
-        self.state.trainer.pending_ready = None
-        self.state.trainer.begun = [*self.state.trainer.begun, report.report_id]
-        self.state.epoch = max(self.state.epoch, report.claimed) + 1
-        self.state.version = report.model_version
-        self.state.trainer.stop_sent = False
-        self.state.fleet.begin_epoch()
-        self.state.loaded_from = []
-        if self.state.resumed_account is not None:
-            self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
-            self.state.resumed_account = None
-        self.state.account.update(report.consumed)
-        if self.state.knobs.k == LOCKSTEP:
-            self.state.account.withdraw(report.model_version)
-        self.state.trainer.stepped = report.consumed
-        self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
-        effects: list[Effect] = [
-            Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
-        ]
+        trainer.pending_ready = None
+        trainer.begun = [*trainer.begun, report.report_id]
+        state.epoch = max(state.epoch, report.claimed) + 1
+        state.version = report.model_version
+        trainer.stop_sent = False
+        state.fleet.begin_epoch()
+        state.loaded_from = []
+        if state.resumed_account is not None:
+            state.account = IssuedLedger.resume(state.resumed_account, report.consumed)
+            state.resumed_account = None
+        state.account.update(report.consumed)
+        if state.knobs.k == LOCKSTEP:
+            state.account.withdraw(report.model_version)
+        trainer.stepped = report.consumed
+        state.cooldown.note(report.solved, self.settings.cooldown, version=state.version)
         # A trainer that joins a FINISHING run sets it back to TRAINING; the last evaluation begins again when it stops.
-        if self.state.phase is not RunPhase.FINISHED:
-            self.state.phase = RunPhase.TRAINING
-        if self.state.version == 0 and not self.state.evaluations.results:
-            self._evaluator.want(self.state)
-        self.state.trainer.first_version = self.state.version
-        self.state.trainer.training_since = now
-        self.state.trainer.publications = []
-        return [*effects, self._answer(report.report_id, publish_to=sorted(self.state.fleet.members()))]
+        if state.phase is not RunPhase.FINISHED:
+            state.phase = RunPhase.TRAINING
+        if state.version == 0 and not state.evaluations.results:
+            self._evaluator.want(state)
+        trainer.first_version = state.version
+        trainer.training_since = now
+        trainer.publications = []
+        return [
+            Record("trainer_ready", {"epoch": state.epoch, "model_version": state.version}),
+            self._answer(report.report_id, publish_to=sorted(state.fleet.members())),
+        ]
 
     def _step_done(self, report: StepDone) -> list[Effect]:
         self.state.version = report.model_version
@@ -404,7 +408,8 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        skipped = controller.step_skipped(report, step=step)
+        fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+        skipped = Record("step_skipped", fields)
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
@@ -414,8 +419,27 @@ class Controller:
 
     def _published(self, report: Published) -> list[Effect]:
         self.state.trainer.note_published(report)
-        lost = engine_decisions.published(self.state, report)
-        return [controller.published(report), *lost]
+        publication = {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "pauses_s": report.pauses_s,
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        }
+        return [Record("publish", publication), *engine_decisions.published(self.state, report)]
+
+    def _checkpointed(self, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+        """Record a checkpoint. If reports repeat that a checkpoint is delayed, record only the first of them."""
+        trainer, version = self.state.trainer, report.model_version
+        if isinstance(report, Checkpointed):
+            trainer.unsaved = ""
+            fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+            return [Record("checkpoint", fields)]
+        is_new = not trainer.unsaved
+        trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+        return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """If the trainer waits for rollouts and no actor works on any order, treat the orders as lost: reissue them."""
@@ -515,45 +539,3 @@ class Controller:
             self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
-
-
-def step_skipped(report: StepSkipped, *, step: int) -> Record:
-    """Return the event of a skipped step, whose loss, gradient or log-probs were not finite."""
-    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
-    return Record("step_skipped", fields)
-
-
-def published(report: Published) -> Record:
-    """Return the event of a publication, with the measurements in the trainer's report."""
-    return Record(
-        "publish",
-        {
-            "model_version": report.model_version,
-            "send_s": report.send_s,
-            "total_s": report.total_s,
-            "pause_s": max(report.pauses_s.values(), default=0.0),
-            "pauses_s": report.pauses_s,
-            "engines": len(report.pauses_s),
-            "failed": report.failed,
-        },
-    )
-
-
-def handed_over(report: GroupHandedOver) -> Record:
-    """Return the event of a group that one engine began and another finished."""
-    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
-    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
-
-
-def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return the event of a report on a checkpoint. If reports repeat that a checkpoint is delayed, only the first
-    of them gets an event.
-    """
-    version = report.model_version
-    if isinstance(report, Checkpointed):
-        state.trainer.unsaved = ""
-        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
-        return [Record("checkpoint", fields)]
-    is_new = not state.trainer.unsaved
-    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
-    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Sampling
 
 _AS_THE_RUN: Final = DomainSampling()
 
@@ -25,21 +25,11 @@ class PromptOrderFactory:
     seed: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[str, int], Problem]
     """Returns a held-out problem, from the name of its evaluation set and its index in the set."""
 
-    def training(
-        self,
-        index: int,
-        *,
-        temperature: float,
-        domain_weights: Mapping[str, float],
-        quota: Quota,
-        issued_at: IssuedAt,
-    ) -> PromptOrder:
-        """Return training order `index`, drawn from the mixture; domain shares are exact within each quota block."""
-        problem = self.training_problem(index, domain_weights, quota)
+    def training(self, index: int, problem: Problem, *, temperature: float, issued_at: IssuedAt) -> PromptOrder:
+        """Return training order `index`, whose samples answer `problem`."""
         own = self._own(problem)
         sampling = replace(
             self.sampling,

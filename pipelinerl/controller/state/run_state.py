@@ -6,7 +6,7 @@ A checkpoint keeps the part that is still valid after all processes have ended (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self, final
@@ -28,7 +28,7 @@ from pipelinerl.messages import (
     TrainerReady,
     VerifierFigures,
 )
-from pipelinerl.types import DomainSampling, Problem, Quota, Sampling
+from pipelinerl.types import DomainSampling, Quota, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,10 +361,6 @@ class RunState(msgspec.Struct, kw_only=True):
     def quota_of(self, index: int) -> Quota:
         """Return the quota in force when order `index` was first issued."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
-
-    def choose_problem(self, index: int, draw: Callable[[int], Problem]) -> Problem:
-        """Return the problem of order `index`; for `draw` see `Cooldown.choose`."""
-        return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
         """Restrict domain weights to the current domains, since the recipe may have been edited."""

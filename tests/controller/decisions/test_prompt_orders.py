@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.types import DomainSampling, IssuedAt, Message, Problem, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Message, Problem, Sampling
 
 OWN = DomainSampling(
     group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
@@ -28,16 +28,12 @@ def factory() -> PromptOrderFactory:
         seed=3,
         sampling=Sampling(num_samples=4, max_tokens=20, stop=("!",)),
         by_domain={"own": OWN, "other": DomainSampling()},
-        training_problem=lambda index, weights, quota: problem_of(index),
         held_out_problem=lambda name, index: replace(problem_of(index), problem_id=f"{name} {index}"),
     )
 
 
 def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob() -> None:
-    own, other = (
-        factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4), issued_at=IssuedAt())
-        for i in (0, 1)
-    )
+    own, other = (factory().training(i, problem_of(i), temperature=0.9, issued_at=IssuedAt()) for i in (0, 1))
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}

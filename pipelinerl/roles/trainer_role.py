@@ -27,7 +27,7 @@ from pipelinerl.roles.wiring import (
     routing_of,
     training_problems,
 )
-from pipelinerl.roles.workers import started
+from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
@@ -53,13 +53,13 @@ async def run(identity: Identity) -> None:
     checkpoints = checkpoints_of(config, identity.run_dir)
     latest = checkpoints.latest()
     version = latest[1].model_version if latest else 0
-    workers = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
+    step = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples = samples_of(identity)
     loop = TrainingLoop(
         loop_settings(config),
-        step=workers.step(),
+        step=step,
         objective=objective,
         stream=stream,
         publisher=publisher_of(identity, client, stream),
@@ -84,7 +84,7 @@ async def run(identity: Identity) -> None:
             samples.log.close()
         await client.close()
         await stream.close()
-        workers.close()
+        close_workers(step)
 
 
 @final

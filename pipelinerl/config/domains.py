@@ -180,15 +180,11 @@ class DomainSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_answers_to_imitate(self) -> Self:
+    def _suits_its_loss(self) -> Self:
         if self.loss is Loss.CE and self.has_environment:
             raise ValueError(
                 'loss "ce" trains right answers that the data give, and episodes have none; take "rl" or "ref_kl"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_taught(self) -> Self:
         if self.teacher is not None and self.loss is not Loss.REF_KL:
             raise ValueError(f'teacher is for loss "ref_kl", and this domain has "{self.loss}"; leave it out')
         if self.teacher is not None and "://" in self.teacher:

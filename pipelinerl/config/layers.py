@@ -14,6 +14,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -52,7 +53,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
         RecipeError: an override is malformed, contains a password, or its path leads through a value that is no table.
     """
     changes = [_parsed(override) for override in overrides]
-    result = _copied(table)
+    result = deepcopy(dict(table))
     for path, _ in changes:
         if path[-1] == _selector(path[:-1]):
             _forget(result, path[:-1])
@@ -93,12 +94,6 @@ def _literal(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _forget(table: dict[str, Any], path: KeyPath) -> None:

@@ -283,9 +283,7 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or the recipe names
-        running servers.
-        """
+        """The number of parameter servers that the launcher starts; 0 for a broadcast, or if the recipe has servers."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 

@@ -338,10 +338,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the files copied with it, into `draft`.
-
-    Return the checkpoint's path, or None if there is no complete checkpoint.
-    """
+    """Download the newest complete checkpoint, and the run's files with it, into `draft`; return its path, or None."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name

@@ -87,18 +87,14 @@ def rules_of(domain: DomainSection) -> str:
 
 def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
     """Return the domain in the form that a verifier service takes; raises like `open_verifier`."""
-    names = {name for _, name in names_of(domain)}
+    names, sandbox = {name for _, name in names_of(domain)}, domain.oubliette
+    tier = f"remote {sandbox.tier}" if sandbox.url else sandbox.tier.value
     return ServedDomain(
         verifier=open_verifier(domain, budget=budget),
         rules=rules_of(domain),
         kept=names <= _DETERMINISTIC,
-        tier=_sandbox_of(domain) if "oubliette" in names else "",
+        tier=tier if "oubliette" in names else "",
     )
-
-
-def _sandbox_of(domain: DomainSection) -> str:
-    """Return the weakest accepted sandbox tier, with the prefix `remote` if another machine runs the sandbox."""
-    return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:

@@ -203,10 +203,7 @@ class Actor:
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Set the trainer's version and the staleness bound `k` (the most versions between sampling and training).
-
-        Groups that have thereby become too old to be trained are dropped.
-        """
+        """Set the trainer's version and the staleness bound `k`; drop groups that are now too old to be trained."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:

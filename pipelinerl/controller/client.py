@@ -138,10 +138,7 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine to the fleet; return the seconds after which the caller must repeat the offer.
-
-        Repeated offers of the same incarnation (process of the engine) have no further effect.
-        """
+        """Offer an engine to the fleet; return the seconds until the next offer. Repeating an offer has no effect."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 

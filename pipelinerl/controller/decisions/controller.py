@@ -166,10 +166,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report and return its effects.
-
-        Reports of earlier trainers (of a lower epoch) are ignored; a repeated report gets its answer again.
-        """
+        """Process a report; ignore it if a trainer of a lower epoch sent it, and answer a repeated report again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -268,10 +265,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train on them.
-
-        Few groups are therefore dropped as stale (RLAX §3.1).
-        """
+        """Issue prompt orders while their groups can be fresh at the earliest step that may take them (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []

@@ -58,10 +58,7 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Add the change that this interval suggests to `memory`, and return the change to make now.
-
-    It is `Want.SAME`, for no change, until `patience` intervals in a row have suggested the same change.
-    """
+    """Remember this interval's suggestion; return the change that `patience` intervals in a row suggest, or `SAME`."""
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value

@@ -172,7 +172,7 @@ class Evaluator:
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
-            return evaluation.problems
+            return evaluation.plan.problems
         room = state.knobs.groups_in_flight * max(1, len(state.live_actors(now)))
         return max(1, room // (1 + len(state.fleet.verified())))
 
@@ -215,5 +215,5 @@ def release(state: RunState) -> None:
 def _abandoned(evaluation: Evaluation, reason: str) -> Record:
     fields = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
     return Record(
-        "evaluation_restarted", fields | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1}
+        "evaluation_restarted", fields | {"problems": evaluation.plan.problems, "restarts": evaluation.restarts + 1}
     )

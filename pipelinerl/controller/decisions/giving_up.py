@@ -45,7 +45,8 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     if state.failing.reason:
         saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > settings.save_s
         return finish(state, settings) if saved else []
-    state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
+    is_alive = any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
+    state.failing.engineless_since = 0.0 if is_alive else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
         return step_review.review(state, settings)
@@ -97,10 +98,6 @@ def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: flo
     state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"{'suspend' if state.failing.suspends else 'fail'}-e{state.epoch}-{state.version}"
     return [Send(directive(state, settings, answers=name))]
-
-
-def _alive(state: RunState) -> bool:
-    return any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
 
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
@@ -232,7 +229,7 @@ def _weights(state: RunState) -> str:
 
 def _unanswered(state: RunState) -> int:
     assert state.evaluations.current is not None
-    return state.evaluations.current.problems - len(state.evaluations.current.answers)
+    return state.evaluations.current.plan.problems - len(state.evaluations.current.answers)
 
 
 def _actors(state: RunState, now: float) -> str:

@@ -50,10 +50,7 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return the order for question `index` of evaluation `number`, which evaluates model version `version`.
-
-        If `engine` is given, only this engine may answer.
-        """
+        """Return the order for question `index` of an evaluation of `version`; only `engine`, if given, may answer."""
         # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
         asked, place = plan.question(index)

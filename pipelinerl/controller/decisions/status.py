@@ -148,7 +148,7 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
         pin=evaluation.pin.value,
         engine=evaluation.engine,
         answered=len(evaluation.answers),
-        problems=evaluation.problems,
+        problems=evaluation.plan.problems,
         discarded=sum(evaluation.discarded.values()),
         restarts=evaluation.restarts,
         sets=tuple(each.name for each in evaluation.plan.sets),

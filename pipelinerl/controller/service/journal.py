@@ -67,10 +67,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """A recovered journal: the state at its newest snapshot, and the decisions since then.
-
-    The effects of the last decision must be carried out again.
-    """
+    """A recovered journal: the state at its newest snapshot, and the decisions since; the last must be repeated."""
 
     journal: Journal
     state: RunState

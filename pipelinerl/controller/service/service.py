@@ -207,9 +207,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Decide on an input and return the effects. If a report causes an error, restore the state and raise
-        RecordError.
-        """
+        """Decide on an input. If a report causes an error, restore the state and raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:

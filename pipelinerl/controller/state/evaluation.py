@@ -143,11 +143,6 @@ class EvaluationResult:
     by_domain: dict[str, AnswerFigures] = field(default_factory=dict)
     by_tag: dict[str, AnswerFigures] = field(default_factory=dict)
 
-    @property
-    def without_groups(self) -> EvaluationResult:
-        """Return a copy without the metrics by domain and tag, to save memory: a run may have thousands of results."""
-        return replace(self, by_domain={}, by_tag={})
-
 
 @final
 @dataclass(slots=True, kw_only=True)
@@ -178,11 +173,6 @@ class Evaluation:
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
 
     @property
-    def problems(self) -> int:
-        """The total number of problems in the evaluation."""
-        return self.plan.problems
-
-    @property
     def complete(self) -> bool:
         """True if every problem has an answer or has failed."""
         return len(self.answers) >= self.plan.problems
@@ -197,10 +187,7 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index` (None if it failed); return True if the problem must be issued again.
-
-        A second answer to the same problem is ignored.
-        """
+        """Add the first answer to problem `index` (None if it failed); return True if the problem must be reissued."""
         self.heard_at = now
         if index in self.answers:
             return False

@@ -92,10 +92,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the interval's measurements and begin a new interval.
-
-        Return None if the interval has not ended yet, or if no training step has ended in it.
-        """
+        """Return the interval's measurements and begin a new one; None if it has not ended, or no step ended in it."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -230,10 +227,8 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """Results, oldest first; only the latest of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
-        """Add a result, and drop the metrics by domain and tag from the previous result of the same set."""
-        of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
-        if of_it:
-            self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
+        """Add a result; of each set, only the newest keeps its metrics by domain and tag, to save memory."""
+        self.results = [replace(r, by_domain={}, by_tag={}) if r.name == result.name else r for r in self.results]
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
@@ -332,10 +327,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights that applied when order `index` was first issued.
-
-        With these weights, a reissued order gets the same problem again.
-        """
+        """Return the domain weights at the first issue of order `index`, so that a reissue gets the same problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])

@@ -152,7 +152,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
 
 def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> None:
     asked = of_two_sets(attempts=2)
-    assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
+    assert (asked.plan.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
     asked.add(0, answer(0, correct=1), now=1.0)
     assert asked.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
     asked.add(1, answer(1), now=1.0)

@@ -119,18 +119,18 @@ class Episodes:
         """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
         started = _from_first_turn(progress)
         played = await _all([self.play(order, sample, started) for sample in range(order.sampling.num_samples)])
-        told = [each for each in played if each.episode.last is not None]
+        answered_episodes = [each for each in played if each.episode.last is not None]
         progress.judged(
             [each.judgement for each in played if each.is_counted],
             [
                 [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
-                for each in told
+                for each in answered_episodes
             ],
         )
-        if not told:
+        if not answered_episodes:
             reason = played[0].judgement.verdict.reason
             raise PipelineError(f"{order.order_id}: no episode asked the model for an answer; the first: {reason}")
-        return [_made(order, each) for each in told]
+        return [_made(order, each) for each in answered_episodes]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
         """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""

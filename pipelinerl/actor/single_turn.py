@@ -20,7 +20,6 @@ class SingleTurn:
 
     Args:
         attempts: how often an order's samples are requested if weight updates abort them.
-        model: model name in the requests; None accepts any model.
     """
 
     def __init__(
@@ -30,20 +29,18 @@ class SingleTurn:
         *,
         attempts: int,
         routing_replay: RoutingReplay = RoutingReplay.OFF,
-        model: str | None = None,
     ) -> None:
         self._sampler = sampler
         self._verifier_of = verifier_of
         self._attempts = attempts
         self._replay = routing_replay
-        self._model = model
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return G verified answers; answers cut short by an `abort` update are sampled again."""
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self._attempts):
-            request = chat_request(order, model=self._model, here=len(sampled), attempt=attempt, replay=self._replay)
+            request = chat_request(order, here=len(sampled), attempt=attempt, replay=self._replay)
             answered = await self._sampler.complete(request, begun=progress.begun, engine=order.engine)
             progress.handed_over(answered)
             choices = answered.completion.choices

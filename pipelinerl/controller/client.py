@@ -12,7 +12,6 @@ and RecipeError with the controller's message if the controller rejects the requ
 from __future__ import annotations
 
 import json
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 import httpx
@@ -50,9 +49,7 @@ class ControllerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,9 +125,7 @@ class AsyncControllerClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def assignment(self) -> ActorAssignment:

@@ -124,7 +124,7 @@ async def test_controller_restarts_even_if_the_stream_contains_unreadable_prompt
         )
         found = await Journal.recover(stream)
         assert found is not None
-        await service._go_on(found)
+        await service._continue(found)
     assert await stream.length(DEAD_LETTERS) == 2
 
 

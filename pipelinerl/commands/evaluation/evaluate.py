@@ -129,7 +129,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
         by_domain=settings.by_domain,
         held_out_problem=lambda _, index: mixture.problem(index),
     )
-    return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
+    return (factory.evaluation(plan, index, version=version, number=0) for index in range(plan.problems))
 
 
 async def _evaluated(

@@ -213,7 +213,7 @@ class Controller:
                     )
                 ]
             case EvaluationDone():
-                return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
+                return self._evaluator.on_answer(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
                 self.state.actors[report.name] = (msgspec.structs.replace(report, stages=[]), now)
                 note_stages(self.state, report)
@@ -229,7 +229,7 @@ class Controller:
             KnobChange(time=time, step=state.version, cursor=state.account.cursor, who=who, changes=changed)
         )
         event = Record("knobs", {"changes": changed, "who": who, "step": state.version})
-        return [event, *self._unasked(f"knobs-e{state.epoch}-{len(state.knob_log)}")]
+        return [event, *self._unsolicited(f"knobs-e{state.epoch}-{len(state.knob_log)}")]
 
     def stop(self, reason: str) -> list[Effect]:
         """End the run at the next step boundary, with a last publication, checkpoint and evaluation."""
@@ -298,7 +298,7 @@ class Controller:
             return []
         # With Overdue.WAIT, the trainer must know of a prompt order before any actor works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
-        return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
+        return [*(self._unsolicited(name) if waits else []), IssuePrompts(orders)]
 
     def _problem_of(self, index: int) -> Problem:
         """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
@@ -440,7 +440,7 @@ class Controller:
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
-            return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
+            return self._unsolicited(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
         idle = actors and not any(alive.groups_in_flight for alive in actors)
         if self.state.evaluations.current is not None or not idle or not self.state.fleet.verified():
@@ -452,11 +452,11 @@ class Controller:
         """After stream data was lost, resend all unfinished work: orders, evaluation questions, the last directive."""
         # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
-        account, asked = self.state.account, self.state.evaluations.current
-        effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")
-        if asked is not None:
-            out = [index for index in range(asked.next_index) if index not in asked.answers]
-            effects += self._evaluator.asking(asked, out)
+        account, evaluation = self.state.account, self.state.evaluations.current
+        effects = self._unsolicited(f"streams-lost-e{self.state.epoch}-{self.state.version}")
+        if evaluation is not None:
+            out = [index for index in range(evaluation.next_index) if index not in evaluation.answers]
+            effects += self._evaluator.questions(evaluation, out)
         training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
             effects.append(Record("orders_lost", {"orders": len(lost)}))
@@ -470,7 +470,7 @@ class Controller:
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
-            return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
+            return self._evaluator.on_answer(self.state, report.order_id, report.index, None, now=now)
         self.state.account.fail(report.index, report.issued_at)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
@@ -484,7 +484,7 @@ class Controller:
 
     def _ended(self, index: int) -> list[Effect]:
         """Notify the trainer that a prompt order ended without a group, if steps wait for such orders."""
-        return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
+        return [] if self.settings.overdue is Overdue.DROP else self._unsolicited(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         effects = self._evaluator.advance(self.state, now=now)
@@ -521,7 +521,7 @@ class Controller:
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
 
-    def _unasked(self, name: str) -> list[Effect]:
+    def _unsolicited(self, name: str) -> list[Effect]:
         """Send an unsolicited directive, unless the run is stopping."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []

@@ -49,20 +49,22 @@ class PromptOrderFactory:
             issued_at=issued_at,
         )
 
-    def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
+    def evaluation(
+        self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = ""
+    ) -> PromptOrder:
         """Return the order for question `index` of an evaluation of `version`; only `engine`, if given, may answer."""
         # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
-        asked, place = plan.question(index)
-        problem = self.held_out_problem(asked.name, place)
+        evaluation_set, place = plan.question(index)
+        problem = self.held_out_problem(evaluation_set.name, place)
         own = self._own(problem)
         sampling = replace(
             self.sampling,
-            num_samples=asked.samples,
-            temperature=asked.temperature,
+            num_samples=evaluation_set.samples,
+            temperature=evaluation_set.temperature,
             top_p=1.0,
             top_k=0,
-            max_tokens=asked.max_tokens or own.max_tokens or self.sampling.max_tokens,
+            max_tokens=evaluation_set.max_tokens or own.max_tokens or self.sampling.max_tokens,
             stop=self._stop(own),
         )
         return PromptOrder(

@@ -209,14 +209,14 @@ class EngineWatch:
 
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
-        self._asked_at: dict[str, float] = {}
+        self._polled_at: dict[str, float] = {}
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
         """Return the load of the engine at `url`; all zeros if the engine is unknown."""
         return self._loads.get(url, _UNKNOWN)
 
-    def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
+    def to_poll(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
         Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
@@ -226,8 +226,8 @@ class EngineWatch:
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
         chosen = [each.url for each in records if each.lifecycle not in _STEADY]
-        chosen += sorted(steady, key=lambda url: self._asked_at.get(url, -math.inf))[:most]
-        self._asked_at |= dict.fromkeys(chosen, now)
+        chosen += sorted(steady, key=lambda url: self._polled_at.get(url, -math.inf))[:most]
+        self._polled_at |= dict.fromkeys(chosen, now)
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
@@ -259,7 +259,7 @@ class EngineWatch:
     def forget(self, url: str) -> None:
         """Drop the data of an engine that is no longer polled."""
         self._loads.pop(url, None)
-        self._asked_at.pop(url, None)
+        self._polled_at.pop(url, None)
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:

@@ -160,8 +160,8 @@ class Journal:
         decisions = [record for record in records[begin + 1 :] if isinstance(record, Decision)]
         journal = cls(stream, number=numbers[-1])
         journal._first, journal._last_snapshot = numbers[0], numbers[begin]
-        heard = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
-        journal.reports_offset = heard[-1] if heard else start.reports_offset
+        report_ids = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
+        journal.reports_offset = report_ids[-1] if report_ids else start.reports_offset
         journal.now = decisions[-1].given.now if decisions else start.now
         return Recovered(journal, start.state, decisions)
 

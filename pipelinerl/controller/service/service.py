@@ -153,7 +153,7 @@ class ControllerService:
         self._started = clock() - elapsed_s
         self._launcher_at = clock()  # as if it had just polled, so it has time for its first poll
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
-        self._asked: set[str] = set()  # engines with a poll in flight
+        self._being_polled: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
@@ -174,7 +174,7 @@ class ControllerService:
         if found is None or found.state.launch != self.controller.state.launch:
             await self._begin()
         else:
-            await self._go_on(found)
+            await self._continue(found)
         self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
@@ -211,7 +211,7 @@ class ControllerService:
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
-            if not isinstance(given, ReportReceived) or not await self._as_journaled():
+            if not isinstance(given, ReportReceived) or not await self._restore_from_journal():
                 raise
             raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
 
@@ -278,7 +278,7 @@ class ControllerService:
             effects = self.controller.decide(decision.given)
         return effects
 
-    async def _go_on(self, found: Recovered) -> None:
+    async def _continue(self, found: Recovered) -> None:
         """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
         self._journal = found.journal
         number = found.journal.number
@@ -351,7 +351,7 @@ class ControllerService:
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
-    async def _as_journaled(self) -> bool:
+    async def _restore_from_journal(self) -> bool:
         """Restore the state from the journal after a decision raised an error; return False if entries are missing."""
         found = await Journal.recover(self._stream)
         if found is None:
@@ -360,19 +360,19 @@ class ControllerService:
         return True
 
     async def _poll(self) -> None:
-        async with asyncio.TaskGroup() as asking:
+        async with asyncio.TaskGroup() as polls:
             while True:
-                self._ask_all(asking)
+                self._poll_all(polls)
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
-                        await self._make_good()
+                        await self._reissue_lost_work()
                 self._record_loads()
                 if self.controller.settings.elastic is not None:
                     await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
                 await asyncio.sleep(self._poll_s)
 
-    async def _make_good(self) -> None:
+    async def _reissue_lost_work(self) -> None:
         """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
         # Write the snapshot last. If the controller dies before the snapshot, it leaves an incomplete journal, so its
         # successor begins from the checkpoint. If the snapshot came first, the successor would not notice the loss.
@@ -381,28 +381,28 @@ class ControllerService:
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
-    def _ask_all(self, asking: asyncio.TaskGroup) -> None:
+    def _poll_all(self, polls: asyncio.TaskGroup) -> None:
         """Poll every engine that is not expelled and has no poll in flight: a slow engine must not delay the others."""
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
                 self.watch.forget(record.url)
-            elif record.url not in self._asked:
+            elif record.url not in self._being_polled:
                 able.append(record)
-        for url in self.watch.to_ask(able, now=self._now(), every_s=self._poll_s):
-            self._asked.add(url)
-            asking.create_task(self._ask(url))
+        for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
+            self._being_polled.add(url)
+            polls.create_task(self._poll_engine(url))
 
-    async def _ask(self, url: str) -> None:
+    async def _poll_engine(self, url: str) -> None:
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
-            news = self._answered(self._engine(url), EngineMetrics.model_validate(known))
+            change = self._answered(self._engine(url), EngineMetrics.model_validate(known))
         except (ContractError, PipelineError, ValidationError) as error:
-            news = self._missed(self._engine(url), str(error))
-        if news is not None:
-            await self.perform(news)
-        self._asked.discard(url)
+            change = self._missed(self._engine(url), str(error))
+        if change is not None:
+            await self.perform(change)
+        self._being_polled.discard(url)
 
     def _engine(self, url: str) -> EngineRecord:
         """Return the engine's record as it is now: it may have changed while the poll was in flight."""

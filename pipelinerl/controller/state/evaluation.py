@@ -97,6 +97,12 @@ class EvaluationDue:
     discarded: dict[str, int] = field(default_factory=dict)
 
 
+#: The metrics that a result has in common with `AnswerFigures`.
+_OF_THE_ANSWERS: Final = (
+    "accuracy", "low", "high", "pass_at", "majority_at", "length_mean", "length_p95", "truncated",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Accuracy over the problems of a set that have verdicts, its 95 % interval, and the weights that were evaluated.
@@ -202,7 +208,7 @@ class Evaluation:
         self.answers[index] = answer
         return False
 
-    def to_ask(self, window: int) -> list[int]:
+    def next_questions(self, window: int) -> list[int]:
         """Return the next problems to issue so that at most `window` are in flight, and count them as issued."""
         first, out = self.next_index, self.next_index - len(self.answers)
         self.next_index = max(first, min(self.plan.problems, first + window - out))
@@ -224,14 +230,14 @@ class Evaluation:
         done = [answer for answer in ended if answer is not None]
         figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)
+        answerable = judged + asked.problems - len(done)
+        at_least = None if figures.accuracy is None else figures.accuracy * judged / answerable
         unanswered = f"{failed} of {asked.problems} problems had no answer" if failed else ""
         return EvaluationResult(
             model_version=self.model_version,
             name=asked.name,
             place=asked.place,
-            accuracy=figures.accuracy,
-            low=figures.low,
-            high=figures.high,
+            **{name: getattr(figures, name) for name in _OF_THE_ANSWERS},
             problems=asked.problems,
             unjudged=asked.problems - judged,
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
@@ -241,18 +247,11 @@ class Evaluation:
             engine=self.engine,
             samples=asked.samples,
             temperature=asked.temperature,
-            pass_at=figures.pass_at,
             incomplete=unanswered if len(ended) == asked.problems else self.given_up,
             discarded=self.discarded.get(asked.name, 0),
             restarts=self.restarts,
             steps_meanwhile=steps_meanwhile,
-            at_least=None
-            if figures.accuracy is None
-            else figures.accuracy * judged / (judged + asked.problems - len(done)),
-            majority_at=figures.majority_at,
-            length_mean=figures.length_mean,
-            length_p95=figures.length_p95,
-            truncated=figures.truncated,
+            at_least=at_least,
             by_domain=figures_by_domain(done, pass_at=asked.pass_at, seed=seed),
             by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )

@@ -91,7 +91,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.occupancy += occupancy
         self.polls += 1
 
-    def taken(self, *, now: float, interval_s: float) -> Figures | None:
+    def end_interval(self, *, now: float, interval_s: float) -> Figures | None:
         """Return the interval's measurements and begin a new one; None if it has not ended, or no step ended in it."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None

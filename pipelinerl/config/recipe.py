@@ -279,13 +279,17 @@ class RunConfig(Section):
         if self.trainer.type != "torch":
             return self
         options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
-        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"options": options})})
+        return self.changed("trainer", options=options)
 
     @property
     def servers_to_start(self) -> int:
         """The number of parameter servers that the launcher starts; 0 for a broadcast, or if the recipe has servers."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
+
+    def changed(self, section: str, **values: Any) -> Self:
+        """Return a copy with other values in one section; the values are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def group_size_of(self, domain: DomainSection) -> int:
         """Return the number of answers to each training problem of the domain."""

@@ -236,8 +236,7 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     if path.exists():
         return
     if urlsplit(identity.redis_url).hostname not in _LOCAL_HOSTS:
-        streams = config.streams.model_copy(update={"redis_url": SecretStr(identity.redis_url)})
-        config = config.model_copy(update={"streams": streams})
+        config = config.changed("streams", redis_url=SecretStr(identity.redis_url))
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
@@ -376,8 +375,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != MANIFEST:
             shutil.copyfile(file, draft / "model" / file.name)
-    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(run_dir / "model")})})
-    save(moved, draft / _RECIPE)
+    save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:

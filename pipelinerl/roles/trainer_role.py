@@ -10,6 +10,7 @@ from typing import final
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import shared_values
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Overdue, RoutingReplay
 from pipelinerl.errors import RecipeError
@@ -163,14 +164,12 @@ def samples_of(identity: Identity) -> TrainingSamples | None:
 def loop_settings(config: RunConfig) -> LoopSettings:
     """Return the settings in the recipe that the training loop uses."""
     return LoopSettings(
+        **shared_values(config.training, LoopSettings)
+        | {"no_signal": config.training.no_signal or no_signal_of(config.objective)},
         micro_batch_tokens=config.trainer.token_budget,
-        tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
         losses=losses_of(config),
-        truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
-        no_signal=config.training.no_signal or no_signal_of(config.objective),
-        deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
         routing=routing_of(config),

@@ -190,13 +190,14 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
     except RecipeError as error:
         raise RecipeError(f"{where}.{error}") from None
     token = None if key is None else key.get_secret_value()
-    sharers = 1 if budget is None else budget.sharers
-    bounded = section.most_calls is not None or section.most_tokens is not None
+    limits = {name: getattr(section, name) for name in ("most_calls", "most_tokens")}
+    if budget is not None:  # divide the run's budget
+        limits = {name: most and max(1, most // budget.sharers) for name, most in limits.items()}
+    is_limited = any(most is not None for most in limits.values())
     spending = Spending(
         where=where,
-        most_calls=_share(section.most_calls, sharers),
-        most_tokens=_share(section.most_tokens, sharers),
-        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and bounded else None,
+        **limits,
+        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and is_limited else None,
     )
     pattern = None if section.pattern is None else re.compile(section.pattern)
     settings = JudgeSettings(
@@ -224,7 +225,3 @@ async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
-
-
-def _share(most: int | None, sharers: int) -> int | None:
-    return None if most is None else max(1, most // sharers)

@@ -21,19 +21,6 @@ from fastapi.responses import Response
 from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
-from pipelinerl.controller.routes import (
-    OFFER_S,
-    OFFERS_AT_ONCE,
-    Done,
-    EngineDrain,
-    EngineNames,
-    EngineOffer,
-    EngineStart,
-    EngineTaken,
-    KnobChanges,
-    KnobsAnswer,
-    VerifierOffer,
-)
 from pipelinerl.controller.service.service import MOST_SERVICES, ControllerService
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
 from pipelinerl.controller.state.inputs_and_effects import (
@@ -101,12 +88,12 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.STOP)
     async def stop(who: _Who = "somebody") -> Response:
         await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
-        return _answer(Done("stopping"))
+        return _answer(routes.Done("stopping"))
 
     @app.post(routes.SUSPEND)
     async def suspend(who: _Who = "somebody") -> Response:
         await service.perform(SuspendAsked(now=await service.now(), reason=f"suspended by {who}"))
-        return _answer(Done("stopping"))
+        return _answer(routes.Done("stopping"))
 
 
 def _add_knobs(app: FastAPI, service: ControllerService) -> None:
@@ -114,10 +101,10 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def knobs() -> Response:
         await service.begun()
         state = service.controller.state
-        return _answer(KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
+        return _answer(routes.KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
 
     @app.patch(routes.KNOBS)
-    async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
+    async def patch(changes: Annotated[routes.KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
             service.controller.state.knobs.patched(changes)  # raises an error that names the knob if a value is invalid
@@ -125,7 +112,9 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
         state = service.controller.state
-        answer = KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary")
+        answer = routes.KnobsAnswer(
+            knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary"
+        )
         return _answer(answer)
 
 
@@ -136,17 +125,17 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         return _answer(service.status().fleet)
 
     @app.post(routes.ENGINES)
-    async def register(request: Request, offer: EngineOffer) -> Response:
+    async def register(request: Request, offer: routes.EngineOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "engine")) is not None:
             return refused
         await service.begun()
         url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
-        taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
+        taken = routes.EngineTaken("joining", routes.OFFER_S * max(1.0, count / routes.OFFERS_AT_ONCE))
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
-            return _answer(EngineTaken("waiting", wait_s))
+            return _answer(routes.EngineTaken("waiting", wait_s))
         try:  # first check that the engine answers: otherwise all others would wait for it in the process group
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
@@ -166,20 +155,20 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         if url is None and not any(request.wanted and request.name == engine for request in requests):
             return _unknown(service)
         await service.perform(EngineRemoved(now=await service.now(), engine=url or engine))
-        return _answer(Done("removed"))
+        return _answer(routes.Done("removed"))
 
 
 def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.ENGINES_DRAIN)
-    async def drain(order: EngineDrain) -> Response:
+    async def drain(order: routes.EngineDrain) -> Response:
         url = _url(service, order.engine)
         if url is None:
             return _unknown(service)
         await service.perform(EngineDrainAsked(now=await service.now(), url=url, grace_s=order.grace_s))
-        return _answer(Done("draining"))
+        return _answer(routes.Done("draining"))
 
     @app.post(routes.ENGINES_REQUEST)
-    async def request_engines(start: EngineStart) -> Response:
+    async def request_engines(start: routes.EngineStart) -> Response:
         replaced = _url(service, start.replaces) if start.replaces else ""
         if replaced is None:
             return _unknown(service)
@@ -192,24 +181,24 @@ def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
             why = removal_reason(service.controller.state, replaced)
             message = f"{replaced} is leaving already: {why}; to add an engine, request one that replaces none"
             return refusal(409, message, code="engine_going", param="replaces")
-        return _answer(EngineNames(tuple(records[0]["names"])))
+        return _answer(routes.EngineNames(tuple(records[0]["names"])))
 
 
 def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.VERIFIERS)
-    async def offer(request: Request, offer: VerifierOffer) -> Response:
+    async def offer(request: Request, offer: routes.VerifierOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "verifier")) is not None:
             return refused
         lease = VerifierLease(url=base_url(offer.url), incarnation=offer.incarnation, domains=offer.domains)
         if not service.verifiers.offer(lease):
             message = f"a run has at most {MOST_SERVICES} verifier services at a time; end one of them"
             return refusal(409, message, code="too_many_verifiers")
-        return _answer(Done("leased"))
+        return _answer(routes.Done("leased"))
 
     @app.delete(routes.VERIFIERS)
     async def withdraw(url: Annotated[str, Query(max_length=256)]) -> Response:
         service.verifiers.withdraw(base_url(url))
-        return _answer(Done("removed"))
+        return _answer(routes.Done("removed"))
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:

@@ -25,12 +25,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
 
+from msgspec.structs import replace
+
 from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout
 from pipelinerl.actor.rollouts import RolloutWriter, assemble, shown_problem
-from pipelinerl.actor.verifier_tally import VerifierTally
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -49,7 +51,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import DeadLetters, Entry, Stream
-from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 
@@ -169,6 +171,48 @@ class StageLog:
         """Return the groups recorded since the last call, and clear the record."""
         ended, self._ended = self._ended, []
         return ended
+
+
+@final
+class VerifierTally:
+    """Counter of verdicts, episodes and tool calls by domain since the actor started, and of failures in a row.
+
+    A group on which the verifier fails is masked. If the verifier of a domain always fails, the domain is sampled
+    forever without effect; the controller detects this from these counts and ends the run.
+    """
+
+    def __init__(self) -> None:
+        self.by_domain: dict[str, VerifierFigures] = {}
+
+    def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
+        """Count the verdicts on answers of `domain`."""
+        figures = self.by_domain.get(domain, VerifierFigures())
+        for verdict, seconds in judgements:
+            figures = _counted(replace(figures, seconds=figures.seconds + seconds), verdict)
+        self.by_domain[domain] = figures
+
+    def note_episode(self, domain: str, calls: ToolCalls, environment_s: float) -> None:
+        """Count an episode, its tool calls, and its seconds outside the model."""
+        figures = self.by_domain.get(domain, VerifierFigures())
+        self.by_domain[domain] = replace(
+            figures,
+            tool_episodes=figures.tool_episodes + calls.offered,
+            calls_parsed=figures.calls_parsed + calls.parsed,
+            calls_malformed=figures.calls_malformed + calls.malformed,
+            episodes=figures.episodes + 1,
+            environment_s=figures.environment_s + environment_s,
+            tool_errors=figures.tool_errors + calls.failed,
+        )
+
+
+def _counted(figures: VerifierFigures, verdict: Verdict) -> VerifierFigures:
+    reason = f"{verdict.outcome}: {verdict.reason}"
+    if verdict.outcome.is_judgement:
+        return replace(figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
+    if verdict.outcome is Outcome.TIMEOUT:
+        in_a_row = figures.timeouts_in_a_row + 1
+        return replace(figures, timeouts=figures.timeouts + 1, timeouts_in_a_row=in_a_row, reason=reason)
+    return replace(figures, errors=figures.errors + 1, errors_in_a_row=figures.errors_in_a_row + 1, reason=reason)
 
 
 @final

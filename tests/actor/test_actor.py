@@ -16,7 +16,7 @@ import pytest
 
 from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
-from pipelinerl.actor.actor import Actor, ActorSettings, StageLog
+from pipelinerl.actor.actor import Actor, ActorSettings, StageLog, VerifierTally
 from pipelinerl.actor.group_maker import GroupMaker, Sampler
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
@@ -34,6 +34,7 @@ from pipelinerl.messages import (
     GroupHandedOver,
     GroupOutdated,
     Report,
+    VerifierFigures,
     decode_report,
 )
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -52,7 +53,7 @@ from pipelinerl.types import (
     Verdict,
 )
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, failed
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, failed, timed_out, wrong
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -552,3 +553,24 @@ def test_failed_order_is_not_in_the_stage_log() -> None:
     log.sampled(failing, "http://a")
     log.verified(failing, [[(0, 1)]])
     assert log.take() == []
+
+
+def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors() -> None:
+    tally = VerifierTally()
+    tally.note("math", [Judgement(correct("1"), 0.5), Judgement(failed("broke"), 0.25), Judgement(timed_out(2.0), 2.0)])
+    tally.note("code", [Judgement(failed("x"), 0.0)] * 3)
+    assert tally.by_domain == {
+        "math": VerifierFigures(
+            judged=1,
+            errors=1,
+            timeouts=1,
+            seconds=2.75,
+            errors_in_a_row=1,
+            timeouts_in_a_row=1,
+            reason="timeout: no judgement within 2 s",
+        ),
+        "code": VerifierFigures(errors=3, errors_in_a_row=3, reason="verifier_error: x"),
+    }
+    tally.note("math", [Judgement(wrong("no"), 0.25)])
+    assert tally.by_domain["math"] == VerifierFigures(judged=2, errors=1, timeouts=1, seconds=3.0)
+    assert tally.by_domain["code"].errors_in_a_row == 3

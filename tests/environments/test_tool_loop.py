@@ -10,9 +10,9 @@ from typing import final
 
 import pytest
 
+from pipelinerl.actor.actor import VerifierTally
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
-from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.client import ChatRefused, EpisodeClient
 from pipelinerl.environments.environment import EpisodeLimits, Task

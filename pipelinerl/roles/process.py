@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -142,6 +143,15 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     collect_as_usual()
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel the tasks and wait until they have ended; raise the error of a task that had failed before."""
+    for task in tasks:
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:

@@ -45,8 +45,8 @@ def run_status(
         evaluating=_evaluating(state),
         fleet=_fleet(state, watch),
         actors=tuple(
-            status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - heard)
-            for alive, heard in state.actors.values()
+            status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - reported_at)
+            for alive, reported_at in state.actors.values()
         ),
         ledger=status.LedgerStatus(**state.account.ledger()),
         knobs=state.knobs.to_json(),
@@ -158,8 +158,8 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
     if state.trainer.heard is None:
         return None
-    report, heard = state.trainer.heard
-    return status.TrainerStatus(last_report=report, silent_s=now - heard)
+    report, reported_at = state.trainer.heard
+    return status.TrainerStatus(last_report=report, silent_s=now - reported_at)
 
 
 def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:

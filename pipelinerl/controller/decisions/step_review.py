@@ -161,14 +161,14 @@ class AlarmKind(StrEnum):
 
 #: The metrics of alarms are means over this number of newest steps.
 RECENT_STEPS: Final = 5
-#: Entropy, as a share of the entropy of the run's first steps, below which an alarm is raised, ...
+#: An alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
 LOW_ENTROPY: Final = 0.1
-#: ... unless at least this share of the answers is correct.
+#: Low entropy raises no alarm if at least this share of the answers is correct.
 MOSTLY_RIGHT: Final = 0.9
-#: Mean length, as a multiple of the mean length in the `_EARLIER_STEPS` before, above which an alarm is raised.
+#: An alarm is raised if the mean length exceeds this multiple of the mean length of the `_EARLIER_STEPS` before.
 LENGTH_GROWTH: Final = 2.0
 _EARLIER_STEPS: Final = 20
-#: Share of a domain's rollouts that are truncated, and of its groups that are stale, above which an alarm is raised.
+#: An alarm is raised if more than this share of a domain's rollouts is truncated, or of its groups is stale.
 TRUNCATED_SHARE: Final = 0.2
 STALE_SHARE: Final = 0.1
 #: A domain with fewer rollouts (or groups, for stale groups) than this raises no alarm.

@@ -131,7 +131,8 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         await service.begun()
         url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
-        taken = routes.EngineTaken("joining", routes.OFFER_S * max(1.0, count / routes.OFFERS_AT_ONCE))
+        again_s = routes.OFFER_S if count <= routes.OFFERS_AT_ONCE else routes.OFFER_S * count / routes.OFFERS_AT_ONCE
+        taken = routes.EngineTaken("joining", again_s)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:

@@ -122,8 +122,8 @@ class Journal:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
             # The number is taken, maybe by this entry: the server may have stored the entry, and its answer was lost.
-            found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
-            if [entry.payload for entry in found] != [payload]:
+            stored = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
+            if [entry.payload for entry in stored] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
         self.number = number  # set after the check, so a fenced writer fails on every attempt
 

@@ -170,11 +170,11 @@ class ControllerService:
 
         Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
-        found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
-        if found is None or found.state.launch != self.controller.state.launch:
+        recovered = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
+        if recovered is None or recovered.state.launch != self.controller.state.launch:
             await self._begin()
         else:
-            await self._continue(found)
+            await self._continue(recovered)
         self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
@@ -270,20 +270,20 @@ class ControllerService:
         await self._journal.snapshot(state)
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
-    def _replay(self, found: Recovered) -> list[Effect]:
+    def _replay(self, recovered: Recovered) -> list[Effect]:
         """Restore the journaled state, and return the effects of the last decision."""
-        self.controller.state = found.state
+        self.controller.state = recovered.state
         effects: list[Effect] = []
-        for decision in found.decisions:
+        for decision in recovered.decisions:
             effects = self.controller.decide(decision.given)
         return effects
 
-    async def _continue(self, found: Recovered) -> None:
+    async def _continue(self, recovered: Recovered) -> None:
         """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
-        self._journal = found.journal
-        number = found.journal.number
-        self._ahead = found.journal.now - self._clock()
-        effects = self._replay(found)
+        self._journal = recovered.journal
+        number = recovered.journal.number
+        self._ahead = recovered.journal.now - self._clock()
+        effects = self._replay(recovered)
         entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
         for entry in entries:
             try:
@@ -293,8 +293,8 @@ class ControllerService:
                 continue
             if order.purpose is Purpose.TRAINING:
                 self._issued.append((parse_id(entry.entry_id)[0], order.index))
-        if found.decisions:
-            last = found.decisions[-1]
+        if recovered.decisions:
+            last = recovered.decisions[-1]
             self._next_entry, self._next_directive = last.next_prompt, last.next_directive
         else:
             self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
@@ -353,10 +353,10 @@ class ControllerService:
 
     async def _restore_from_journal(self) -> bool:
         """Restore the state from the journal after a decision raised an error; return False if entries are missing."""
-        found = await Journal.recover(self._stream)
-        if found is None:
+        recovered = await Journal.recover(self._stream)
+        if recovered is None:
             return False
-        self._replay(found)
+        self._replay(recovered)
         return True
 
     async def _poll(self) -> None:
@@ -395,8 +395,8 @@ class ControllerService:
 
     async def _poll_engine(self, url: str) -> None:
         try:
-            found = await self._probe.metrics(url)
-            known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
+            metrics = await self._probe.metrics(url)
+            known = {name: metrics[name] for name in EngineMetrics.model_fields if name in metrics}
             change = self._answered(self._engine(url), EngineMetrics.model_validate(known))
         except (ContractError, PipelineError, ValidationError) as error:
             change = self._missed(self._engine(url), str(error))

@@ -136,8 +136,8 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
-    return [PassAt(k=k, **asdict(each)) for k, each in found.items()]
+    estimates = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
+    return [PassAt(k=k, **asdict(each)) for k, each in estimates.items()]
 
 
 #: Two-sided 95 % quantile of the normal distribution.

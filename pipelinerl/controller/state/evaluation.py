@@ -189,8 +189,8 @@ class Evaluation:
 
     def accepts(self, answer: EvaluationDone) -> bool:
         """Return True if every token is of the pinned version; without a pin, accept every answer."""
-        found = (answer.epoch, answer.oldest_version, answer.newest_version)
-        return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
+        sampled_by = (answer.epoch, answer.oldest_version, answer.newest_version)
+        return self.pin is Pin.NONE or sampled_by == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
         """Add the first answer to problem `index` (None if it failed); return True if the problem must be reissued."""
@@ -201,9 +201,9 @@ class Evaluation:
             name = self.plan.question(index)[0].name
             self.discarded[name] = self.discarded.get(name, 0) + 1
             answer = None
-        asked = self.asked.get(index, 1)
-        if answer is None and asked < self.plan.attempts:
-            self.asked[index] = asked + 1
+        attempts = self.asked.get(index, 1)
+        if answer is None and attempts < self.plan.attempts:
+            self.asked[index] = attempts + 1
             return True
         self.answers[index] = answer
         return False
@@ -216,43 +216,43 @@ class Evaluation:
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
         """Return each set's result so far; `version` is the trainer's, and `seed` determines bootstrap intervals."""
-        seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
+        seed, first, results = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
-        for asked in self.plan.sets:
-            ended = [self.answers[index] for index in range(first, first + asked.problems) if index in self.answers]
-            found.append(self._result(asked, ended, steps_meanwhile=ahead, seed=seed))
-            first += asked.problems
-        return found
+        for each in self.plan.sets:
+            ended = [self.answers[index] for index in range(first, first + each.problems) if index in self.answers]
+            results.append(self._result(each, ended, steps_meanwhile=ahead, seed=seed))
+            first += each.problems
+        return results
 
     def _result(
-        self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
+        self, evaluation_set: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
     ) -> EvaluationResult:
         done = [answer for answer in ended if answer is not None]
-        figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
+        figures = figures_of(done, pass_at=evaluation_set.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)
-        answerable = judged + asked.problems - len(done)
+        answerable = judged + evaluation_set.problems - len(done)
         at_least = None if figures.accuracy is None else figures.accuracy * judged / answerable
-        unanswered = f"{failed} of {asked.problems} problems had no answer" if failed else ""
+        unanswered = f"{failed} of {evaluation_set.problems} problems had no answer" if failed else ""
         return EvaluationResult(
             model_version=self.model_version,
-            name=asked.name,
-            place=asked.place,
+            name=evaluation_set.name,
+            place=evaluation_set.place,
             **{name: getattr(figures, name) for name in _OF_THE_ANSWERS},
-            problems=asked.problems,
-            unjudged=asked.problems - judged,
+            problems=evaluation_set.problems,
+            unjudged=evaluation_set.problems - judged,
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
             version_max=max((answer.newest_version for answer in done), default=self.model_version),
             one_version=self.pin is not Pin.NONE,
             pin=self.pin,
             engine=self.engine,
-            samples=asked.samples,
-            temperature=asked.temperature,
-            incomplete=unanswered if len(ended) == asked.problems else self.given_up,
-            discarded=self.discarded.get(asked.name, 0),
+            samples=evaluation_set.samples,
+            temperature=evaluation_set.temperature,
+            incomplete=unanswered if len(ended) == evaluation_set.problems else self.given_up,
+            discarded=self.discarded.get(evaluation_set.name, 0),
             restarts=self.restarts,
             steps_meanwhile=steps_meanwhile,
             at_least=at_least,
-            by_domain=figures_by_domain(done, pass_at=asked.pass_at, seed=seed),
+            by_domain=figures_by_domain(done, pass_at=evaluation_set.pass_at, seed=seed),
             by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )
 
@@ -265,8 +265,8 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
     """Return a function that builds log samples from a report's answers. It reads no state; any thread may call it."""
     version = report.newest_version if current is None else current.model_version
-    asked = current is not None and current.concerns(report.order_id)
-    name = current.plan.question(report.index)[0].name if asked and current is not None else ""
+    is_current = current is not None and current.concerns(report.order_id)
+    name = current.plan.question(report.index)[0].name if is_current and current is not None else ""
     return lambda: [_sample(report, version, name, time)] if report.shown is not None else []
 
 

@@ -324,7 +324,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """Return the last heartbeats of all actors that are not silent."""
-        return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
+        return [alive for alive, reported_at in self.actors.values() if now - reported_at <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
         """Return the domain weights at the first issue of order `index`, so that a reissue gets the same problem."""

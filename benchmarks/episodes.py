@@ -28,7 +28,7 @@ from benchmarks.gateway import order
 from benchmarks.measure import Row, recorded_parts, report
 from benchmarks.processes import open_many_files, spawned
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
@@ -152,7 +152,7 @@ async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
         nonlocal ended
         number = worker
         while time.monotonic() < stops_at:
-            made = await maker.make(order(number, _MAX_TOKENS, num_samples=crowd.group_size), Unwatched())
+            made = await maker.make(order(number, _MAX_TOKENS, num_samples=crowd.group_size), GroupProgress())
             ended += len(made)
             number += crowd.groups
 

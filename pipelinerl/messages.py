@@ -13,6 +13,7 @@ its report. Every message has a deterministic id, so a message that arrives twic
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -459,10 +460,6 @@ _Message = TypeVar("_Message")
 #: A message is rejected as forged if its order index is further than this from those of the known orders.
 MOST_AHEAD = 2**20
 
-_REPORTS = msgspec.msgpack.Decoder(Report)
-_DIRECTIVES = msgspec.msgpack.Decoder(Directive)
-_ANNOUNCEMENTS = msgspec.msgpack.Decoder(WeightsAnnounced)
-_TAKEN = msgspec.msgpack.Decoder(WeightsTaken)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -474,34 +471,9 @@ def layout_refusal(what: str, found: object) -> str:
     )
 
 
-def encode(message: ControlMessage) -> bytes:
+def encode(message: ControlMessage | WeightsAnnounced | WeightsTaken) -> bytes:
     """Encode a message."""
     return _ENCODER.encode(message)
-
-
-def encode_struct(message: WeightsAnnounced | WeightsTaken) -> bytes:
-    """Encode an entry of the announcement streams."""
-    return _ENCODER.encode(message)
-
-
-def decode_announcement(payload: bytes) -> WeightsAnnounced:
-    """Decode an announcement; raises `msgspec.DecodeError` for anything else."""
-    return _decoded(_ANNOUNCEMENTS, payload)
-
-
-def decode_taken(payload: bytes) -> WeightsTaken:
-    """Decode an engine's outcome (`WeightsTaken`); raises `msgspec.DecodeError` for anything else."""
-    return _decoded(_TAKEN, payload)
-
-
-def decode_report(payload: bytes) -> Report:
-    """Decode a report; raises `msgspec.DecodeError` for anything else."""
-    return _decoded(_REPORTS, payload)
-
-
-def decode_directive(payload: bytes) -> Directive:
-    """Decode a directive; raises `msgspec.DecodeError` for anything else."""
-    return _decoded(_DIRECTIVES, payload)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
@@ -510,3 +482,10 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Mes
     # msgspec does not convert these two errors to its own error.
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
+
+
+#: Functions that decode the entries of one stream each; they raise `msgspec.DecodeError` for any other bytes.
+decode_report = partial(_decoded, msgspec.msgpack.Decoder(Report))
+decode_directive = partial(_decoded, msgspec.msgpack.Decoder(Directive))
+decode_announcement = partial(_decoded, msgspec.msgpack.Decoder(WeightsAnnounced))
+decode_taken = partial(_decoded, msgspec.msgpack.Decoder(WeightsTaken))

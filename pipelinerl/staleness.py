@@ -49,10 +49,7 @@ class StalenessBounds:
         return current - loaded >= self.j
 
     def accepts(self, *, producing: int, oldest: int) -> bool:
-        """Return True if a rollout may be trained in the step that produces version `producing`.
-
-        `oldest` is the version of the rollout's oldest token.
-        """
+        """Return True if the step that produces version `producing` may train on a token of version `oldest`."""
         return producing - oldest <= self.k
 
     def most_in_flight(self, *, current: int, loaded: int, per_step: int, sampled_at_once: float = math.inf) -> float:

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from functools import partial
+from typing import Final, final
+
+from msgspec.structs import replace
 
 from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import FinishReason
-from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.group_maker import GroupMaker, MadeRollout
+from pipelinerl.actor.group_maker import GroupMaker, GroupProgress, MadeRollout
 from pipelinerl.actor.rollouts import RolloutWriter, assemble, shown_problem
-from pipelinerl.actor.stages import StageLog
-from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
@@ -42,15 +44,26 @@ from pipelinerl.messages import (
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
+    GroupStages,
     ShownProblem,
+    VerifierFigures,
     encode,
 )
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import DeadLetters, Entry, Stream
-from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup
-from pipelinerl.verifiers.verifier import Judgement
+from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
+from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 
 log = logging.getLogger("pipelinerl")
+
+#: Name under which the decisions of the recipe's group filter are counted, whether it keeps or refuses a group.
+_FILTER: Final = "filter"
+#: One training group in `_ONE_IN`, chosen by the seed of its order, is in the stage log. A heartbeat has at most
+#: `_MOST_STAGES` groups of at most `_MOST_STAGE_SPANS` spans, so its size does not depend on the number of groups.
+_ONE_IN: Final = 4
+_MOST_STAGES: Final = 4
+_MOST_STAGE_SPANS: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +119,103 @@ class GroupLimiter:
 
 
 @final
+@dataclass(slots=True)
+class _UnderWay:
+    claimed: float
+    sampled: float = 0.0
+    engine: str = ""
+
+
+@final
+class StageLog:
+    """Recorder of the times at which groups are claimed, sampled and verified. Used on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Create a log. `clock` returns Unix seconds, so that times from different machines can be compared."""
+        self._clock = clock
+        self._under_way: dict[str, _UnderWay] = {}
+        self._ended: list[GroupStages] = []
+
+    @contextmanager
+    def claimed(self, order: PromptOrder) -> Iterator[None]:
+        """Track an order during the `with` block; at its end, the order is forgotten unless its group was verified."""
+        if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
+            self._under_way[order.order_id] = _UnderWay(self._clock())
+        try:
+            yield
+        finally:
+            self._under_way.pop(order.order_id, None)
+
+    def sampled(self, order: PromptOrder, engine: str) -> None:
+        """Record that all samples have arrived, the last of them from this engine (base URL)."""
+        if (stages := self._under_way.get(order.order_id)) is not None:
+            stages.sampled, stages.engine = self._clock(), engine
+
+    def verified(self, order: PromptOrder, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Record that all samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
+        stages = self._under_way.get(order.order_id)
+        if stages is not None and len(self._ended) < _MOST_STAGES:
+            longest = max(spans, key=lambda each: sum(tokens for _, tokens in each), default=())
+            self._ended.append(
+                GroupStages(
+                    index=order.index,
+                    claimed=stages.claimed,
+                    sampled=stages.sampled,
+                    verified=self._clock(),
+                    engine=stages.engine,
+                    spans=[(version, tokens) for version, tokens in longest[:_MOST_STAGE_SPANS]],
+                )
+            )
+
+    def take(self) -> list[GroupStages]:
+        """Return the groups recorded since the last call, and clear the record."""
+        ended, self._ended = self._ended, []
+        return ended
+
+
+@final
+class VerifierTally:
+    """Counter of verdicts, episodes and tool calls by domain since the actor started, and of failures in a row.
+
+    A group on which the verifier fails is masked. If the verifier of a domain always fails, the domain is sampled
+    forever without effect; the controller detects this from these counts and ends the run.
+    """
+
+    def __init__(self) -> None:
+        self.by_domain: dict[str, VerifierFigures] = {}
+
+    def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
+        """Count the verdicts on answers of `domain`."""
+        figures = self.by_domain.get(domain, VerifierFigures())
+        for verdict, seconds in judgements:
+            figures = _counted(replace(figures, seconds=figures.seconds + seconds), verdict)
+        self.by_domain[domain] = figures
+
+    def note_episode(self, domain: str, calls: ToolCalls, environment_s: float) -> None:
+        """Count an episode, its tool calls, and its seconds outside the model."""
+        figures = self.by_domain.get(domain, VerifierFigures())
+        self.by_domain[domain] = replace(
+            figures,
+            tool_episodes=figures.tool_episodes + calls.offered,
+            calls_parsed=figures.calls_parsed + calls.parsed,
+            calls_malformed=figures.calls_malformed + calls.malformed,
+            episodes=figures.episodes + 1,
+            environment_s=figures.environment_s + environment_s,
+            tool_errors=figures.tool_errors + calls.failed,
+        )
+
+
+def _counted(figures: VerifierFigures, verdict: Verdict) -> VerifierFigures:
+    reason = f"{verdict.outcome}: {verdict.reason}"
+    if verdict.outcome.is_judgement:
+        return replace(figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
+    if verdict.outcome is Outcome.TIMEOUT:
+        in_a_row = figures.timeouts_in_a_row + 1
+        return replace(figures, timeouts=figures.timeouts + 1, timeouts_in_a_row=in_a_row, reason=reason)
+    return replace(figures, errors=figures.errors + 1, errors_in_a_row=figures.errors_in_a_row + 1, reason=reason)
+
+
+@final
 class Actor:
     """Worker that claims orders, has engines sample them, verifies the answers and appends the groups."""
 
@@ -115,18 +225,19 @@ class Actor:
         *,
         stream: Stream,
         maker_of: Callable[[str], GroupMaker],
-        filtering: Filtering | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self.settings = settings
         self._stream = stream
         self._maker_of = maker_of
-        self._filtering = filtering or Filtering()
+        self._filter = group_filter
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._limiter = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
         self._tally = VerifierTally()
+        self._filter_tally = VerifierTally()
         self._stages = StageLog()
         self._groups_done = 0
         self._resampled = 0
@@ -136,10 +247,7 @@ class Actor:
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Set the trainer's version and the staleness bound `k` (the most versions between sampling and training).
-
-        Groups that have thereby become too old to be trained are dropped.
-        """
+        """Set the trainer's version and the staleness bound `k`; drop groups that are now too old to be trained."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
@@ -193,7 +301,7 @@ class Actor:
                 made = await self._made_in_time(order)
             if made is None:
                 return
-            refusal = await self._filtering.refusal(order, made)
+            refusal = await self._refusal(order, made)
             group = assemble(order, made, actor=self.settings.name, refusal=refusal)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
@@ -218,12 +326,12 @@ class Actor:
         """Return verified rollouts, or None if the group was dropped and reported. Evaluations are never dropped."""
         maker = self._maker_of(order.problem.domain)
         if order.purpose is not Purpose.TRAINING:
-            return await maker.make(order, _Progress(self, order, lambda: None))
+            return await maker.make(order, self._progress(order, lambda: None))
         held = Held(asyncio.timeout(None))
         try:
             async with held.scope:
                 with self._freshness.watched(held):
-                    return await maker.make(order, _Progress(self, order, held.begin))
+                    return await maker.make(order, self._progress(order, held.begin))
         except TimeoutError:
             if held.given_up is None:
                 raise
@@ -239,6 +347,54 @@ class Actor:
             )
         )
         return None
+
+    async def _refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
+        """Return the recipe's filter's reason to refuse the group, or "" if it keeps the group.
+
+        Evaluations, and groups in which the verifier judged no answer, are not filtered. A refused group is still
+        appended, with the reason, so that the trainer can count it and users can inspect it.
+        """
+        verdicts = [each.rollout.verdict for each in made]
+        is_filtered = order.purpose is Purpose.TRAINING and any(verdict.outcome.is_judgement for verdict in verdicts)
+        if self._filter is None or not is_filtered:
+            return ""
+        sampled = [
+            SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
+            for each in made
+        ]
+        judgement = await self._filter.judge(order.problem, sampled, verdicts)
+        self._filter_tally.note(_FILTER, [judgement])
+        return refusal_of(judgement.verdict)
+
+    def _progress(self, order: PromptOrder, begun: Callable[[], None]) -> GroupProgress:
+        domain = order.problem.domain
+
+        def handed_over(answered: Answered) -> None:
+            if answered.tokens_kept or answered.tokens_resampled:
+                self._outbox.reports.append(
+                    GroupHandedOver(
+                        order_id=order.order_id,
+                        index=order.index,
+                        tokens_kept=answered.tokens_kept,
+                        tokens_resampled=answered.tokens_resampled,
+                    )
+                )
+
+        def resampled(samples: int) -> None:
+            self._resampled += samples
+
+        def judged(judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+            self._tally.note(domain, judgements)
+            self._stages.verified(order, spans)
+
+        return GroupProgress(
+            begun=begun,
+            handed_over=handed_over,
+            resampled=resampled,
+            sampled=partial(self._stages.sampled, order),
+            judged=judged,
+            played=partial(self._tally.note_episode, domain),
+        )
 
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
@@ -264,7 +420,7 @@ class Actor:
                     groups_done=self._groups_done,
                     retries=self._resampled,
                     verifiers=self._tally.by_domain,
-                    filtering=self._filtering.figures,
+                    filtering=self._filter_tally.by_domain.get(_FILTER, VerifierFigures()),
                     stages=self._stages.take(),
                 )
             )
@@ -273,40 +429,6 @@ class Actor:
                 PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=list(self._tasks)
             )
             await asyncio.sleep(self.settings.heartbeat_s)
-
-
-@final
-class _Progress:
-    def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
-        self._actor = actor
-        self._order = order
-        self.begun = begun
-
-    def handed_over(self, answered: Answered) -> None:
-        """If the answer began on another engine, report how many of its tokens were kept and how many resampled."""
-        if answered.tokens_kept or answered.tokens_resampled:
-            self._actor._outbox.reports.append(
-                GroupHandedOver(
-                    order_id=self._order.order_id,
-                    index=self._order.index,
-                    tokens_kept=answered.tokens_kept,
-                    tokens_resampled=answered.tokens_resampled,
-                )
-            )
-
-    def resampled(self, samples: int) -> None:
-        """Count `samples` samples that a weight update aborted."""
-        self._actor._resampled += samples
-
-    def sampled(self, engine: str) -> None:
-        self._actor._stages.sampled(self._order, engine)
-
-    def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        self._actor._tally.note(self._order.problem.domain, judgements)
-        self._actor._stages.verified(self._order, spans)
-
-    def played(self, calls: ToolCalls, environment_s: float) -> None:
-        self._actor._tally.note_episode(self._order.problem.domain, calls, environment_s)
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:

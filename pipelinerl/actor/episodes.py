@@ -117,20 +117,20 @@ class Episodes:
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
-        age = _GroupAge(progress)
-        played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
-        told = [each for each in played if each.episode.last is not None]
+        started = _from_first_turn(progress)
+        played = await _all([self.play(order, sample, started) for sample in range(order.sampling.num_samples)])
+        answered_episodes = [each for each in played if each.episode.last is not None]
         progress.judged(
             [each.judgement for each in played if each.is_counted],
             [
                 [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
-                for each in told
+                for each in answered_episodes
             ],
         )
-        if not told:
+        if not answered_episodes:
             reason = played[0].judgement.verdict.reason
             raise PipelineError(f"{order.order_id}: no episode asked the model for an answer; the first: {reason}")
-        return [_made(order, each) for each in told]
+        return [_made(order, each) for each in answered_episodes]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
         """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""
@@ -230,25 +230,20 @@ class Episodes:
         return sample
 
 
-@final
-class _GroupAge:
-    """`GroupProgress` of one group's episodes, which reports the group as begun at its first turn only."""
+def _from_first_turn(progress: GroupProgress) -> GroupProgress:
+    """Return callbacks that report the group as begun only until one of its turns has been sampled."""
+    has_turn = False
 
-    def __init__(self, progress: GroupProgress) -> None:
-        self._progress = progress
-        self._has_turn = False
-        self.handed_over = progress.handed_over
-        self.resampled = progress.resampled
-        self.judged = progress.judged
-        self.played = progress.played
+    def begun() -> None:
+        if not has_turn:
+            progress.begun()
 
-    def begun(self) -> None:
-        if not self._has_turn:
-            self._progress.begun()
+    def sampled(engine: str) -> None:
+        nonlocal has_turn
+        has_turn = True
+        progress.sampled(engine)
 
-    def sampled(self, engine: str) -> None:
-        self._has_turn = True
-        self._progress.sampled(engine)
+    return replace(progress, begun=begun, sampled=sampled)
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:

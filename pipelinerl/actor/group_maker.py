@@ -18,9 +18,10 @@ class Sampler(Protocol):
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the answer of `engine`, or of any engine if None, after retries; raise if all engines failed. The
-        engine `near` is preferred unless it is much busier than others. `begun` is called whenever an engine starts the
-        answer from its first token.
+        """Return the answer of `engine`, or of any engine if empty, after retries; raise if all engines failed.
+
+        The engine `near` is preferred unless it is much busier than others. `begun` is called whenever an engine starts
+        the answer from its first token.
         """
         ...
 
@@ -33,32 +34,30 @@ class MadeRollout:
     text: str
 
 
-class GroupProgress(Protocol):
-    """Callbacks to the actor while a group is made."""
+def _ignore(*_: object) -> None:
+    pass
 
-    def begun(self) -> None:
-        """An engine starts to sample the group from its first token."""
-        ...
 
-    def handed_over(self, answered: Answered) -> None:
-        """An engine finished an answer, which another engine may have begun."""
-        ...
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgress:
+    """Callbacks to the actor while a group is made; outside of an actor, every event is ignored.
 
-    def resampled(self, samples: int) -> None:
-        """A weight update aborted `samples` samples, which will be sampled again."""
-        ...
+    Attributes:
+        begun: an engine starts to sample the group from its first token.
+        handed_over: an engine finished an answer, which another engine may have begun.
+        resampled: a weight update aborted this number of samples, which will be sampled again.
+        sampled: all samples have ended, the last of them at this engine (base URL).
+        judged: all samples have these verdicts; with the (version, number of tokens) pairs of each sample.
+        played: an episode has ended, with these tool calls and this number of seconds spent outside the model.
+    """
 
-    def sampled(self, engine: str) -> None:
-        """All samples have ended, the last of them at this engine (base URL)."""
-        ...
-
-    def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """All samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
-        ...
-
-    def played(self, calls: ToolCalls, environment_s: float) -> None:
-        """An episode has ended, with the tool calls `calls` and `environment_s` seconds spent outside the model."""
-        ...
+    begun: Callable[[], None] = _ignore
+    handed_over: Callable[[Answered], None] = _ignore
+    resampled: Callable[[int], None] = _ignore
+    sampled: Callable[[str], None] = _ignore
+    judged: Callable[[Sequence[Judgement], Sequence[Sequence[tuple[int, int]]]], None] = _ignore
+    played: Callable[[ToolCalls, float], None] = _ignore
 
 
 class GroupMaker(Protocol):
@@ -67,26 +66,3 @@ class GroupMaker(Protocol):
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if none can be made."""
         ...
-
-
-@final
-class Unwatched:
-    """`GroupProgress` that ignores every event, for groups that are made outside an actor."""
-
-    def begun(self) -> None:
-        """Do nothing."""
-
-    def handed_over(self, answered: Answered) -> None:
-        """Do nothing."""
-
-    def resampled(self, samples: int) -> None:
-        """Do nothing."""
-
-    def sampled(self, engine: str) -> None:
-        """Do nothing."""
-
-    def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Do nothing."""
-
-    def played(self, calls: ToolCalls, environment_s: float) -> None:
-        """Do nothing."""

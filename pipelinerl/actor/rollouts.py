@@ -122,19 +122,19 @@ def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, 
     """
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
-        prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts
-        if told is None or choice.routed_experts is None:
+        prompt, experts = completion.prompt_token_ids or [], completion.prompt_routed_experts
+        if experts is None or choice.routed_experts is None:
             raise RecordError(
                 f"{order.order_id}: the engine must answer with routed_experts and prompt_routed_experts when "
                 'return_routed_experts is set; trainer.routing_replay = "rollout" needs an engine that tells them'
             )
-        if not told.is_like(choice.routed_experts) or told.num_tokens != len(prompt) - 1:
+        if not experts.is_like(choice.routed_experts) or experts.num_tokens != len(prompt) - 1:
             raise RecordError(
                 f"{order.order_id}: expected routed experts of {len(prompt) - 1} prompt tokens, like those of the "
-                f"answer, {choice.routed_experts.shape}, got {told.shape}"
+                f"answer, {choice.routed_experts.shape}, got {experts.shape}"
             )
         if id(completion) not in found:
-            found[id(completion)] = of_context(told)
+            found[id(completion)] = of_context(experts)
     return found
 
 

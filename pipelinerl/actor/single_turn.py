@@ -11,7 +11,7 @@ from pipelinerl.actor.rollouts import Answer, rollouts_of
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import Priority, PromptOrder, Purpose
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 
 @final
@@ -20,7 +20,6 @@ class SingleTurn:
 
     Args:
         attempts: how often an order's samples are requested if weight updates abort them.
-        model: model name in the requests; None accepts any model.
     """
 
     def __init__(
@@ -30,53 +29,43 @@ class SingleTurn:
         *,
         attempts: int,
         routing_replay: RoutingReplay = RoutingReplay.OFF,
-        model: str | None = None,
     ) -> None:
         self._sampler = sampler
         self._verifier_of = verifier_of
         self._attempts = attempts
         self._replay = routing_replay
-        self._model = model
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Return G verified answers; answers cut short by an `abort` update are sampled again."""
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self._attempts):
-            request = chat_request(order, model=self._model, here=len(sampled), attempt=attempt, replay=self._replay)
+            request = chat_request(order, here=len(sampled), attempt=attempt, replay=self._replay)
             answered = await self._sampler.complete(request, begun=progress.begun, engine=order.engine)
             progress.handed_over(answered)
             choices = answered.completion.choices
             sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
             if len(sampled) == order.sampling.num_samples:
-                progress.sampled(answered.url)
-                judgements = await self._judged(order, verifier, sampled)
-                progress.judged(judgements, [choice.version_spans or () for _, choice in sampled])
-                return self._rollouts(order, sampled, judgements)
+                break
             progress.resampled(order.sampling.num_samples - len(sampled))
-        raise PipelineError(
-            f"{order.order_id}: weight updates aborted its samples in each of {self._attempts} attempts; "
-            "raise j, or use on_update = continue"
-        )
-
-    async def _judged(
-        self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
-    ) -> Sequence[Judgement]:
+        else:
+            raise PipelineError(
+                f"{order.order_id}: weight updates aborted its samples in each of {self._attempts} attempts; "
+                "raise j, or use on_update = continue"
+            )
+        progress.sampled(answered.url)
         answers = [
             SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
             for _, choice in sampled
         ]
-        return await verifier.judge(order.problem, answers)
-
-    def _rollouts(
-        self, order: PromptOrder, sampled: Sequence[tuple[ChatCompletion, Choice]], judgements: Sequence[Judgement]
-    ) -> list[MadeRollout]:
-        replay = self._replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
-        answers = [
+        judgements = await verifier.judge(order.problem, answers)
+        progress.judged(judgements, [choice.version_spans or () for _, choice in sampled])
+        judged = [
             Answer(completion, choice, judgement.verdict)
             for (completion, choice), judgement in zip(sampled, judgements, strict=True)
         ]
-        return rollouts_of(order, answers, replay=replay)
+        replay = self._replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
+        return rollouts_of(order, judged, replay=replay)
 
 
 def chat_request(

@@ -28,7 +28,7 @@ from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.run_history import RunHistory, tell
 from pipelinerl.observability.timeline.chrome_trace import ChromeTrace, write_trace
-from pipelinerl.observability.trackers.tracker import TrackerFeed, missing_package
+from pipelinerl.observability.trackers.tracker import TensorBoardTracker, TrackerFeed, missing_package
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"
@@ -62,8 +62,6 @@ def _opened(path: Path) -> IO[str]:
 
 def track_run(run_dir: Path, directory: Path) -> str:
     """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
-    from pipelinerl.roles.tracker_role import open_tensorboard  # imported here, because it imports heavy libraries
-
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
     if sentence := missing_package("tensorboard"):
@@ -71,7 +69,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
     pieces, place = 0, directory.resolve()
     name = f"tensorboard-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
     try:
-        with closing(TrackerFeed(run_dir, name, partial(open_tensorboard, place))) as feed:
+        with closing(TrackerFeed(run_dir, name, partial(TensorBoardTracker, place))) as feed:
             while feed.advance():
                 pieces += 1
             over = feed.is_over

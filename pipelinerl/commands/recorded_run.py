@@ -22,7 +22,7 @@ from typing import Final
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config.recipe import RunConfig, load_run
 from pipelinerl.config.sections import shared_values
-from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
+from pipelinerl.controller.decisions.elastic import Want, in_words, next_change, note_change, note_step
 from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
@@ -185,11 +185,11 @@ def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, m
                 note_step(memory, event, event.get("by_domain", {}))
             case "engines" if serving:
                 memory.note_poll(float(event["occupancy"]), now=now)
-                figures = memory.taken(now=now, interval_s=rule.interval_s)
+                figures = memory.end_interval(now=now, interval_s=rule.interval_s)
                 if figures is None:
                     continue
-                want = weighed(rule, memory, figures, engines=len(serving), now=now)
+                want = next_change(rule, memory, figures, engines=len(serving), now=now)
                 wanted = len(serving) + want.value
                 if want is not Want.SAME and least <= wanted <= most:
-                    changed(memory, now=now)
+                    note_change(memory, now=now)
                     yield TriedDecision(now, step, len(serving), wanted, in_words(want, figures))

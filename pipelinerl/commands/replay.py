@@ -21,7 +21,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
-from pipelinerl.roles.workers import started
+from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
@@ -57,7 +57,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         chosen, controller=settings.kl, restored=state.kl_coefficient, baselines=state.baselines
     )
     replay = Replay(
-        step=workers.step(),
+        step=workers,
         objective=adaptive,
         groups=groups,
         token_budget=settings.micro_batch_tokens,
@@ -80,7 +80,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     except RecordError as error:
         raise UserError(str(error)) from None
     finally:
-        workers.close()
+        close_workers(workers)
     same = not any(each.differences for each in replayed)
     if not objective:
         _print_step(replayed[-1], console)

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from inference_contract.weights import BaseUrl
 from pipelinerl.config.learning import CooldownSection, RewardSection
-from pipelinerl.config.sections import Section
+from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.config.verification import (
     InstructionsSection,
     JudgeSection,
@@ -53,9 +53,7 @@ class EpisodeSection(Section):
     @property
     def limits(self) -> EpisodeLimits:
         """These limits as the value type that actors use."""
-        return EpisodeLimits(
-            max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
-        )
+        return EpisodeLimits(**shared_values(self, EpisodeLimits))
 
 
 class DomainSection(Section):
@@ -182,15 +180,11 @@ class DomainSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_answers_to_imitate(self) -> Self:
+    def _suits_its_loss(self) -> Self:
         if self.loss is Loss.CE and self.has_environment:
             raise ValueError(
                 'loss "ce" trains right answers that the data give, and episodes have none; take "rl" or "ref_kl"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_taught(self) -> Self:
         if self.teacher is not None and self.loss is not Loss.REF_KL:
             raise ValueError(f'teacher is for loss "ref_kl", and this domain has "{self.loss}"; leave it out')
         if self.teacher is not None and "://" in self.teacher:
@@ -251,10 +245,4 @@ class DomainSection(Section):
     @property
     def sampling(self) -> DomainSampling:
         """The sampling parameters that the domain sets in place of the run's."""
-        return DomainSampling(
-            group_size=self.group_size,
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        return DomainSampling(**shared_values(self, DomainSampling))

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.config.sections import Section
+from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.enums import COLDEST, HOTTEST, Pin
 
 SplitName = Literal["held_out", "validation"]
@@ -114,16 +114,8 @@ class EvaluationSetSection(Section):
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
         """Return this set with missing keys filled in from `common`; `domains` are the names of all trained domains."""
-        samples = common.samples if self.samples is None else self.samples
-        return HeldOutSet(
-            name=self.name,
-            place=place,
-            domains=self.domains or tuple(domains),
-            split=self.split or common.split,
-            interval_steps=self.interval_steps,
-            problems=common.problems if self.problems is None else self.problems,
-            max_tokens=self.max_tokens or common.max_tokens,
-            samples=samples,
-            temperature=common.temperature if self.temperature is None else self.temperature,
-            pass_at=common.pass_at if self.pass_at is None else self.pass_at,
-        )
+        own = {name: value for name, value in shared_values(self, HeldOutSet).items() if value is not None}
+        values = shared_values(common, HeldOutSet) | own
+        # The interval of `common` is the initial value of a knob, so a set without an interval follows the knob.
+        values |= {"interval_steps": self.interval_steps, "domains": self.domains or tuple(domains)}
+        return HeldOutSet(**values, place=place)

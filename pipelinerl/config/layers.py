@@ -14,6 +14,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -52,7 +53,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
         RecipeError: an override is malformed, contains a password, or its path leads through a value that is no table.
     """
     changes = [_parsed(override) for override in overrides]
-    result = _copied(table)
+    result = deepcopy(dict(table))
     for path, _ in changes:
         if path[-1] == _selector(path[:-1]):
             _forget(result, path[:-1])
@@ -93,12 +94,6 @@ def _literal(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _forget(table: dict[str, Any], path: KeyPath) -> None:
@@ -253,8 +248,8 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
     # Messages by field. A field of a union type has an error for each type; they are joined into one line.
-    said: dict[str, list[str]] = {}
-    came: dict[str, str] = {}
+    messages: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
         path = _path(steps, table)
@@ -270,26 +265,28 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "tuple_type" | "list_type" if isinstance(problem["input"], Mapping) and len(steps) == 1:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
-                message, came[path] = "must be a table of keys", f", got {problem['input']!r}"
+                message, given[path] = "must be a table of keys", f", got {problem['input']!r}"
             case "string_type" if isinstance(problem["input"], int | float):
-                message, came[path] = 'must be a text in quotes: "…"', f", got {problem['input']!r}"
+                message, given[path] = 'must be a text in quotes: "…"', f", got {problem['input']!r}"
             case _:
-                came[path] = f", got {problem['input']!r}"
-        said.setdefault(path, []).append(message)
-    lines = (f"{path}: {', or '.join(of)}{came.get(path, '')}" if path else "\n".join(of) for path, of in said.items())
+                given[path] = f", got {problem['input']!r}"
+        messages.setdefault(path, []).append(message)
+    lines = (
+        f"{path}: {', or '.join(of)}{given.get(path, '')}" if path else "\n".join(of) for path, of in messages.items()
+    )
     return without_secrets("\n".join(lines))
 
 
 def _path(steps: list[int | str], table: Any) -> str:
     """Return the dotted path of a field, as written in an override: a table in a list is identified by its name."""
-    said = []
+    names = []
     for step in steps:
         listed = isinstance(table, list) and isinstance(step, int) and step < len(table)
         there = listed or (isinstance(table, Mapping) and step in table)
         table = table[step] if there else None
         name = table.get("name") if isinstance(step, int) and isinstance(table, Mapping) else None
-        said.append(name if isinstance(name, str) and _NAME.fullmatch(name) else str(step))
-    return ".".join(said)
+        names.append(name if isinstance(name, str) and _NAME.fullmatch(name) else str(step))
+    return ".".join(names)
 
 
 def _is_unicode(text: str) -> bool:

@@ -96,7 +96,7 @@ class KLControlSection(Section):
     @property
     def controller(self) -> KLController:
         """The rule that updates the KL coefficient after each step."""
-        return KLController(target=self.target, gain=self.gain)
+        return KLController(**self.model_dump())
 
 
 class CriticSection(Section):

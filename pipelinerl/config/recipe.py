@@ -255,11 +255,8 @@ class RunConfig(Section):
     @property
     def gpus_of_trainer(self) -> int:
         """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
-        if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
-            return 0
-        # The trainer validates the mesh later, so tolerate wrong types here.
-        mesh = self.trainer.options.get("mesh", {})
-        return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
+        on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST
+        return 0 if on_host else self._mesh_size
 
     @property
     def trainer_processes(self) -> int:
@@ -267,10 +264,14 @@ class RunConfig(Section):
 
         It is 1 if the recipe sets a rendezvous (`distributed`), because the user then starts the other processes.
         """
+        is_started_whole = self.trainer.type == "torch" and "distributed" not in self.trainer.options
+        return self._mesh_size if is_started_whole else 1
+
+    @property
+    def _mesh_size(self) -> int:
+        # The trainer validates the mesh later, so tolerate wrong types here.
         mesh = self.trainer.options.get("mesh", {})
-        if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
-            return 1
-        return math.prod(axis for axis in mesh.values() if isinstance(axis, int))
+        return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
     def in_one_process(self) -> Self:
@@ -278,15 +279,17 @@ class RunConfig(Section):
         if self.trainer.type != "torch":
             return self
         options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
-        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"options": options})})
+        return self.changed("trainer", options=options)
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or the recipe names
-        running servers.
-        """
+        """The number of parameter servers that the launcher starts; 0 for a broadcast, or if the recipe has servers."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
+
+    def changed(self, section: str, **values: Any) -> Self:
+        """Return a copy with other values in one section; the values are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def group_size_of(self, domain: DomainSection) -> int:
         """Return the number of answers to each training problem of the domain."""

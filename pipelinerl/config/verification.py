@@ -9,7 +9,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 
-from pipelinerl.config.sections import Section
+from pipelinerl.config.sections import Section, shared_values
 from pipelinerl.data.prompts import Template
 from pipelinerl.enums import HOTTEST, VerifierLocation
 from pipelinerl.errors import RecipeError
@@ -39,9 +39,7 @@ class VerificationSection(Section):
     @property
     def uses_services(self) -> bool:
         """True if verifier services judge the answers, instead of the actors."""
-        return (
-            self.judged_in or (VerifierLocation.SERVICES if self.services else VerifierLocation.ACTORS)
-        ) is VerifierLocation.SERVICES
+        return bool(self.services) if self.judged_in is None else self.judged_in is VerifierLocation.SERVICES
 
     @model_validator(mode="after")
     def _are_used(self) -> Self:
@@ -235,17 +233,8 @@ class OublietteSection(Section):
     def rules(self) -> CodeRules:
         """These settings as the value type that the verifier uses."""
         return CodeRules(
-            tier=self.tier,
-            language=self.language,
-            languages=self.languages or (self.language,),
-            scoring=self.scoring,
-            checker=self.checker,
-            tolerance=self.tolerance,
-            time_limit_s=self.time_limit_s,
+            **shared_values(self, CodeRules) | {"languages": self.languages or (self.language,)},
             memory_bytes=self.memory_mb << 20,
-            url=self.url,
-            key_variable=self.key_variable,
-            repository=self.repository,
         )
 
 

@@ -12,7 +12,6 @@ and RecipeError with the controller's message if the controller rejects the requ
 from __future__ import annotations
 
 import json
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 import httpx
@@ -50,9 +49,7 @@ class ControllerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,9 +125,7 @@ class AsyncControllerClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def assignment(self) -> ActorAssignment:
@@ -138,10 +133,7 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine to the fleet; return the seconds after which the caller must repeat the offer.
-
-        Repeated offers of the same incarnation (process of the engine) have no further effect.
-        """
+        """Offer an engine to the fleet; return the seconds until the next offer. Repeating an offer has no effect."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 

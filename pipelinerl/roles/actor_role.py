@@ -17,8 +17,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
-from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.single_turn import SingleTurn
+from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
@@ -44,7 +44,9 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Sample and verify rollouts until the process is stopped."""
     config = identity.config
-    services = _verifier_services(identity)
+    # The set of services is empty until the first assignment, and stays empty if actors judge the answers themselves.
+    patience = ServicePatience(**shared_values(config.verification, ServicePatience))
+    services = VerifierServices(token=identity.token, patience=patience)
     verifiers = _verifiers(identity, services)
     group_filter = open_filter(config)
     judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
@@ -73,7 +75,7 @@ async def run(identity: Identity) -> None:
         ActorSettings(name=identity.name, groups_in_flight=config.groups_in_flight),
         stream=stream,
         maker_of=lambda domain: episodes if episodes and domain in domains else single_turn,
-        filtering=Filtering(group_filter),
+        group_filter=group_filter,
     )
     players = [domain.player for domain in domains.values()]
     try:
@@ -104,13 +106,6 @@ def _with_gateway(
 
     gateway = Gateway()
     return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
-
-
-def _verifier_services(identity: Identity) -> VerifierServices:
-    # The set of services is empty until the first assignment, and stays empty if actors judge the answers themselves.
-    section = identity.config.verification
-    patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
-    return VerifierServices(token=identity.token, patience=patience)
 
 
 def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:

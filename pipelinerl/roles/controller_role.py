@@ -8,9 +8,8 @@ import logging
 import shutil
 import socket
 import tomllib
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -38,8 +37,6 @@ from pipelinerl.errors import CheckpointError, RecipeError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.observability.samples.reading import FOLDER
-from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import read_restarts
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import (
@@ -159,7 +156,7 @@ async def run(identity: Identity, *, start: Start) -> None:
     with listen(identity.host, identity.port) as listener, EventLog(history) as events:
         stream = await identity.stream()
         client = EngineClient(token=identity.token)
-        samples = _samples_of(identity)
+        samples = identity.sample_log("evaluation")
         try:
             begins = start is Start.AFRESH and latest is None and not age_s
             if begins:
@@ -191,24 +188,16 @@ async def run(identity: Identity, *, start: Start) -> None:
             await stream.close()
 
 
-def _samples_of(identity: Identity) -> SampleLog | None:
-    section = identity.config.samples
-    if section.log == "off":
-        return None
-    return SampleLog(identity.run_dir / FOLDER, "evaluation", max_bytes=section.max_bytes // 2)
-
-
 async def _serve(identity: Identity, service: ControllerService, listener: socket.socket) -> None:
-    endpoint = _advertise(identity, listener.getsockname())
-    running = asyncio.create_task(service.run())
-    try:
-        await serve_until(create_api(service, token=identity.token), listener, over=running)
-        if running.done():
-            running.result()  # raises the error that stopped the service, if there was one
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        endpoint.withdraw()
+    with _advertised(identity, listener.getsockname()):
+        running = asyncio.create_task(service.run())
+        try:
+            await serve_until(create_api(service, token=identity.token), listener, over=running)
+            if running.done():
+                running.result()  # raises the error that stopped the service, if there was one
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def _age(history: Path) -> float:
@@ -247,8 +236,7 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     if path.exists():
         return
     if urlsplit(identity.redis_url).hostname not in _LOCAL_HOSTS:
-        streams = config.streams.model_copy(update={"redis_url": SecretStr(identity.redis_url)})
-        config = config.model_copy(update={"streams": streams})
+        config = config.changed("streams", redis_url=SecretStr(identity.redis_url))
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
@@ -264,30 +252,21 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     save(config, path)
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    """The file in the run's directory from which local commands read the controller's address."""
-
-    path: Path
-    text: str
-
-    def withdraw(self) -> None:
-        """Remove the file, unless another controller has taken over and replaced it."""
-        with suppress(FileNotFoundError):
-            if self.path.read_text() == self.text:
-                self.path.unlink()
-
-
-def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
+@contextmanager
+def _advertised(identity: Identity, bound: tuple[Any, ...]) -> Iterator[None]:
+    """Keep the controller's address in a file in the run's directory, from which local commands read it."""
     # Clients cannot connect to 0.0.0.0. The commands that read this file run on this machine, so write loopback there.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
-    made = _Endpoint(
-        identity.run_dir / "controller.json", json.dumps({"url": url_of(host, port), "token": identity.token})
-    )
-    write_private(made.path, made.text)
-    return made
+    path, text = identity.run_dir / "controller.json", json.dumps({"url": url_of(host, port), "token": identity.token})
+    write_private(path, text)
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            if path.read_text() == text:  # otherwise another controller has taken over
+                path.unlink()
 
 
 #: Text by which URLs are recognised; a path does not contain it.
@@ -358,10 +337,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the files copied with it, into `draft`.
-
-    Return the checkpoint's path, or None if there is no complete checkpoint.
-    """
+    """Download the newest complete checkpoint, and the run's files with it, into `draft`; return its path, or None."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -399,8 +375,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != MANIFEST:
             shutil.copyfile(file, draft / "model" / file.name)
-    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(run_dir / "model")})})
-    save(moved, draft / _RECIPE)
+    save(config.changed("model", path=str(run_dir / "model")), draft / _RECIPE)
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:

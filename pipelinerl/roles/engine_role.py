@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -27,7 +26,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
-from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.system.machine import LOOPBACK, address_towards
@@ -96,11 +95,7 @@ async def run(identity: Identity) -> None:
             if stopped.done():
                 raise EngineUnreachable("the engine stopped by itself; the log above says why")
         finally:
-            for task in (stopped, offer, follows):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+            await end(stopped, offer, follows)
 
 
 def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:

@@ -16,10 +16,11 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import uvloop
@@ -27,6 +28,8 @@ import uvloop
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
+from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.redis_stream import open_stream
@@ -62,6 +65,13 @@ class Identity:
     async def stream(self) -> Stream:
         """Open the run's streams; raise `AddressError` if the stream server does not answer."""
         return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
+
+    def sample_log(self, kind: Literal["training", "evaluation"]) -> SampleLog | None:
+        """Open the run's log of training or evaluation samples; return None if the recipe keeps no samples."""
+        section = self.config.samples
+        if section.log == "off":
+            return None
+        return SampleLog(self.run_dir / FOLDER, kind, max_bytes=section.max_bytes // 2)
 
     def log(self) -> ProcessLog:
         """Start to log under this role's name."""
@@ -133,6 +143,15 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     collect_as_usual()
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel the tasks and wait until they have ended; raise the error of a task that had failed before."""
+    for task in tasks:
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:

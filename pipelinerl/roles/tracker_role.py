@@ -24,11 +24,12 @@ from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
 from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.observability.trackers.tracker import (
-    Bookmark,
     OpenTracker,
+    TensorBoardTracker,
     TrackedRun,
-    Tracker,
     TrackerFeed,
+    TrackioTracker,
+    WandbTracker,
     missing_package,
 )
 from pipelinerl.roles.process import Identity
@@ -91,30 +92,20 @@ def feed_until(
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
     """Return, for each tracker of the recipe, a function that opens it; raise `UserError` if a package is missing."""
-    for name in config.trackers.chosen:
+    section = config.trackers
+    for name in section.chosen:
         if sentence := missing_package(name):
             raise UserError(sentence)
-    section = config.trackers
     recipe = table_without_secrets(to_table(config))  # trackers upload the recipe, and its URLs may hold passwords
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
-    def wandb(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.tracker import WandbTracker
-
-        return WandbTracker(tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {}))
-
-    def trackio(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.tracker import TrackioTracker
-
-        return TrackioTracker(tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {}))
-
-    known: dict[str, OpenTracker]
-    known = {"tensorboard": partial(open_tensorboard, run_dir / "tensorboard"), "wandb": wandb, "trackio": trackio}
-    return {name: known[name] for name in section.chosen}
-
-
-def open_tensorboard(directory: Path, bookmark: Bookmark | None) -> Tracker:
-    """Open a tracker that writes event files to this directory."""
-    from pipelinerl.observability.trackers.tracker import TensorBoardTracker
-
-    return TensorBoardTracker(directory, bookmark)
+    opens: dict[str, OpenTracker] = {
+        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard"),
+        "wandb": lambda bookmark: WandbTracker(
+            tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {})
+        ),
+        "trackio": lambda bookmark: TrackioTracker(
+            tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {})
+        ),
+    }
+    return {name: opens[name] for name in section.chosen}

@@ -10,6 +10,7 @@ from typing import final
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import shared_values
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Overdue, RoutingReplay
 from pipelinerl.errors import RecipeError
@@ -17,8 +18,6 @@ from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.observability.samples.reading import FOLDER
-from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import (
@@ -29,7 +28,7 @@ from pipelinerl.roles.wiring import (
     routing_of,
     training_problems,
 )
-from pipelinerl.roles.workers import started
+from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
@@ -55,13 +54,13 @@ async def run(identity: Identity) -> None:
     checkpoints = checkpoints_of(config, identity.run_dir)
     latest = checkpoints.latest()
     version = latest[1].model_version if latest else 0
-    workers = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
+    step = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples = samples_of(identity)
     loop = TrainingLoop(
         loop_settings(config),
-        step=workers.step(),
+        step=step,
         objective=objective,
         stream=stream,
         publisher=publisher_of(identity, client, stream),
@@ -86,7 +85,7 @@ async def run(identity: Identity) -> None:
             samples.log.close()
         await client.close()
         await stream.close()
-        workers.close()
+        close_workers(step)
 
 
 @final
@@ -151,28 +150,26 @@ def canary_of(config: RunConfig) -> Canary:
 
 def samples_of(identity: Identity) -> TrainingSamples | None:
     """Return the recorder of samples from training steps; None if the recipe keeps no samples."""
-    config, section = identity.config, identity.config.samples
-    if section.log == "off":
+    config, log = identity.config, identity.sample_log("training")
+    if log is None:
         return None
     return TrainingSamples(
-        log=SampleLog(identity.run_dir / FOLDER, "training", max_bytes=section.max_bytes // 2),
+        log=log,
         decode=decoder_of(config.model.resolved),
         seed=config.run.seed,
-        groups_per_step=section.groups_per_step,
+        groups_per_step=config.samples.groups_per_step,
     )
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:
     """Return the settings in the recipe that the training loop uses."""
     return LoopSettings(
+        **shared_values(config.training, LoopSettings)
+        | {"no_signal": config.training.no_signal or no_signal_of(config.objective)},
         micro_batch_tokens=config.trainer.token_budget,
-        tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
         losses=losses_of(config),
-        truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
-        no_signal=config.training.no_signal or no_signal_of(config.objective),
-        deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
         routing=routing_of(config),

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import shared_values
 from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
@@ -86,18 +87,14 @@ def rules_of(domain: DomainSection) -> str:
 
 def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
     """Return the domain in the form that a verifier service takes; raises like `open_verifier`."""
-    names = {name for _, name in names_of(domain)}
+    names, sandbox = {name for _, name in names_of(domain)}, domain.oubliette
+    tier = f"remote {sandbox.tier}" if sandbox.url else sandbox.tier.value
     return ServedDomain(
         verifier=open_verifier(domain, budget=budget),
         rules=rules_of(domain),
         kept=names <= _DETERMINISTIC,
-        tier=_sandbox_of(domain) if "oubliette" in names else "",
+        tier=tier if "oubliette" in names else "",
     )
-
-
-def _sandbox_of(domain: DomainSection) -> str:
-    """Return the weakest accepted sandbox tier, with the prefix `remote` if another machine runs the sandbox."""
-    return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:
@@ -193,16 +190,23 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
     except RecipeError as error:
         raise RecipeError(f"{where}.{error}") from None
     token = None if key is None else key.get_secret_value()
-    sharers = 1 if budget is None else budget.sharers
-    bounded = section.most_calls is not None or section.most_tokens is not None
+    limits = {name: getattr(section, name) for name in ("most_calls", "most_tokens")}
+    if budget is not None:  # divide the run's budget
+        limits = {name: most and max(1, most // budget.sharers) for name, most in limits.items()}
+    is_limited = any(most is not None for most in limits.values())
     spending = Spending(
         where=where,
-        most_calls=_share(section.most_calls, sharers),
-        most_tokens=_share(section.most_tokens, sharers),
-        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and bounded else None,
+        **limits,
+        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and is_limited else None,
+    )
+    pattern = None if section.pattern is None else re.compile(section.pattern)
+    settings = JudgeSettings(
+        **shared_values(section, JudgeSettings) | {"rubric": section.template},
+        format=ScoreFormat(low=section.low, high=section.high, pattern=pattern),
+        correct_at=domain.correct_at,
     )
     return Judge(
-        _judge_settings(section, domain.correct_at),
+        settings,
         open_server=lambda: _open_server(section, token),
         spending=spending,
     )
@@ -221,23 +225,3 @@ async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
-
-
-def _judge_settings(section: JudgeSection, correct_at: float) -> JudgeSettings:
-    pattern = None if section.pattern is None else re.compile(section.pattern)
-    return JudgeSettings(
-        rubric=section.template,
-        format=ScoreFormat(low=section.low, high=section.high, pattern=pattern),
-        votes=section.votes,
-        least_agreement=section.least_agreement,
-        correct_at=correct_at,
-        temperature=section.temperature,
-        max_tokens=section.max_tokens,
-        most_chars=section.most_chars,
-        concurrency=section.concurrency,
-        remembered=section.remembered,
-    )
-
-
-def _share(most: int | None, sharers: int) -> int | None:
-    return None if most is None else max(1, most // sharers)

@@ -24,7 +24,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.roles.engine_role import offered_url
-from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.process import Identity, end, freeze_gc
 from pipelinerl.roles.verification import JudgeBudget, served_domain
 from pipelinerl.system.http_service import listen, serve_until
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
@@ -58,11 +58,7 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
         try:
             await serve_until(create_app(service, token=identity.token), listener, over=drained)
         finally:
-            for task in (drained, leasing):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+            await end(drained, leasing)
 
 
 def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[DomainSection]:

@@ -154,21 +154,19 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             )
         if domain.reward is None or not domain.reward.shaping.rescales:
             continue
+        changes = f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not"
         by_role = isinstance(objective.adv, RoleBaseline)
         if by_role and domain.has_environment:
-            yield (
-                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
-                'rewards of its turns, which objective.adv = "role_baseline" reads; leave them out'
-            )
+            yield f'{changes} the rewards of its turns, which objective.adv = "role_baseline" reads; leave them out'
         elif credits_turns(objective.adv) and not by_role:
             yield (
-                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
-                'rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or take "episode"'
+                f'{changes} the rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or '
+                'take "episode"'
             )
         if isinstance(objective.adv, Decoupled) and domain.rewards:
             yield (
-                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not its "
-                'parts, which objective.adv = "decoupled" reads; leave them out, or take "group_relative"'
+                f'{changes} its parts, which objective.adv = "decoupled" reads; leave them out, or take '
+                '"group_relative"'
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"

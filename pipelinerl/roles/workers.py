@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import final
 
 from pipelinerl import registry
 from pipelinerl.config.learning import CriticSection
@@ -22,7 +20,6 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import demonstrations_of, is_url, references_of
 from pipelinerl.training.forward_passes import EntropyMeter, ForwardPasses, Teacher
-from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step_watch import drawn
 from pipelinerl.training.train_step import TrainStep
@@ -33,38 +30,13 @@ from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec, WeightDType
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """The models of the trainer: policy, critic, reference and teachers. All of them use the same devices."""
-
-    policy: Trainer
-    critic: Critic | None
-    reference: Teacher | None
-    teachers: Mapping[str, Teacher]
-    old_logprobs: OldLogprobs
-    history: WeightHistory | None
-    entropy: EntropyMeter
-    demonstrations: DemonstrationStream | None = None
-
-    def step(self) -> TrainStep:
-        """Return the training step that uses these workers."""
-        passes = ForwardPasses(
-            policy=self.policy,
-            critic=self.critic.worker if self.critic else None,
-            reference=self.reference,
-            teachers=self.teachers,
-            old_logprobs=self.old_logprobs,
-            history=self.history,
-        )
-        return TrainStep(passes=passes, critic=self.critic, entropy=self.entropy, demonstrations=self.demonstrations)
-
-    def close(self) -> None:
-        """Close every worker, which frees its memory."""
-        frozen = {id(teacher): teacher for teacher in (self.reference, *self.teachers.values())}
-        for worker in (self.policy, self.critic.worker if self.critic else None, *frozen.values()):
-            if worker is not None:
-                worker.close()
+def close_workers(step: TrainStep) -> None:
+    """Close every worker of a training step, which frees its memory."""
+    passes = step.passes
+    frozen = {id(teacher): teacher for teacher in (passes.reference, *passes.teachers.values())}
+    for worker in (passes.policy, passes.critic, *frozen.values()):
+        if worker is not None:
+            worker.close()
 
 
 def opened_policy(config: RunConfig) -> Trainer:
@@ -72,8 +44,8 @@ def opened_policy(config: RunConfig) -> Trainer:
     return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
-def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
-    """Start the workers that the objective needs, from `checkpoint` (of version `version`) if it is given.
+def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> TrainStep:
+    """Start the workers that the objective needs, from `checkpoint` (of version `version`); return the step they take.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
 
@@ -104,15 +76,16 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         )
     places = references_of(config, objective)
     frozen = {place: _frozen(config, place) for place in dict.fromkeys(places.values())}
-    return Workers(
-        policy,
-        critic,
-        frozen[places[None]] if None in places else None,
-        {domain: frozen[place] for domain, place in places.items() if domain is not None},
-        config.training.old_logprobs,
-        _history(config, policy, checkpoint, version),
-        _entropy_meter(config),
-        demonstrations_of(config),
+    passes = ForwardPasses(
+        policy=policy,
+        critic=critic.worker if critic else None,
+        reference=frozen[places[None]] if None in places else None,
+        teachers={domain: frozen[place] for domain, place in places.items() if domain is not None},
+        old_logprobs=config.training.old_logprobs,
+        history=_history(config, policy, checkpoint, version),
+    )
+    return TrainStep(
+        passes=passes, critic=critic, entropy=_entropy_meter(config), demonstrations=demonstrations_of(config)
     )
 
 
@@ -155,10 +128,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the weights of the current version and of earlier versions, from which old log-probs are computed.
-
-    The earlier versions come from the checkpoint.
-    """
+    """Return the current weights and the checkpoint's earlier ones, from which old log-probs are computed."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()

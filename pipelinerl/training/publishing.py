@@ -25,7 +25,7 @@ from pipelinerl.messages import (
     WeightsAnnounced,
     WeightsTaken,
     decode_taken,
-    encode_struct,
+    encode,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
 from pipelinerl.training.canary_check import CanaryChecker
@@ -181,7 +181,7 @@ class StreamAnnouncer:
             return {}
         announced = WeightsAnnounced(prepare=prepare.model_dump_json(exclude_none=True).encode(), left_out=[*left_out])
         number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
-        await self._stream.append(ANNOUNCEMENTS, [encode_struct(announced)], first_id=number)
+        await self._stream.append(ANNOUNCEMENTS, [encode(announced)], first_id=number)
         answers: dict[str, _Outcome] = {}
         heard_at = time.monotonic()
         while awaited and (now := time.monotonic()) < (until := min(deadline, heard_at + self._quiet_s)):

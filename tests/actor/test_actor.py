@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -13,8 +16,7 @@ import pytest
 
 from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
-from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.actor.filtering import Filtering
+from pipelinerl.actor.actor import Actor, ActorSettings, StageLog, VerifierTally
 from pipelinerl.actor.group_maker import GroupMaker, Sampler
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
@@ -32,6 +34,7 @@ from pipelinerl.messages import (
     GroupHandedOver,
     GroupOutdated,
     Report,
+    VerifierFigures,
     decode_report,
 )
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -50,7 +53,7 @@ from pipelinerl.types import (
     Verdict,
 )
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, failed
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, failed, timed_out, wrong
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -480,7 +483,7 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
         return int(request.messages[0].content.removeprefix("say "))
 
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler), filtering=Filtering(group_filter))
+    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler), group_filter=group_filter)
     task = asyncio.create_task(actor.run())
 
     async def all_there() -> bool:
@@ -501,3 +504,73 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await group_filter.close()
+
+
+def stage_log() -> StageLog:
+    ticks = count(1)
+    return StageLog(clock=lambda: float(next(ticks)))
+
+
+def trace(log: StageLog, traced: PromptOrder, *spans: list[tuple[int, int]]) -> None:
+    with log.claimed(traced):
+        log.sampled(traced, "http://a")
+        log.verified(traced, spans or [[(0, 1)]])
+
+
+def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer() -> None:
+    log = stage_log()
+    trace(log, replace(order(7), seed=4), [(0, 1)], [(0, 2), (1, 3)])
+    (stages,) = log.take()
+    assert (stages.index, stages.claimed, stages.sampled, stages.verified) == (7, 1.0, 2.0, 3.0)
+    assert (stages.engine, stages.spans) == ("http://a", [(0, 2), (1, 3)])
+    assert log.take() == []
+
+
+def test_stage_log_traces_a_quarter_of_training_orders_chosen_by_seed() -> None:
+    log = stage_log()
+    drawn = []
+    for seed in range(16):
+        trace(log, replace(order(seed), seed=seed))
+        drawn += [stages.index for stages in log.take()]
+    assert drawn == [0, 4, 8, 12]
+    trace(log, replace(order(1, purpose=Purpose.EVALUATION), seed=4))
+    assert log.take() == []
+
+
+def test_heartbeat_contains_a_bounded_number_of_traced_groups_and_version_spans() -> None:
+    log = stage_log()
+    for index in range(9):
+        trace(log, replace(order(index), seed=4), [(version, 1) for version in range(50)])
+    stages = log.take()
+    assert [each.index for each in stages] == [0, 1, 2, 3]
+    assert all(len(each.spans) == 32 for each in stages)
+
+
+def test_failed_order_is_not_in_the_stage_log() -> None:
+    log, failing = stage_log(), replace(order(1), seed=4)
+    with contextlib.suppress(ValueError), log.claimed(failing):
+        raise ValueError
+    log.sampled(failing, "http://a")
+    log.verified(failing, [[(0, 1)]])
+    assert log.take() == []
+
+
+def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors() -> None:
+    tally = VerifierTally()
+    tally.note("math", [Judgement(correct("1"), 0.5), Judgement(failed("broke"), 0.25), Judgement(timed_out(2.0), 2.0)])
+    tally.note("code", [Judgement(failed("x"), 0.0)] * 3)
+    assert tally.by_domain == {
+        "math": VerifierFigures(
+            judged=1,
+            errors=1,
+            timeouts=1,
+            seconds=2.75,
+            errors_in_a_row=1,
+            timeouts_in_a_row=1,
+            reason="timeout: no judgement within 2 s",
+        ),
+        "code": VerifierFigures(errors=3, errors_in_a_row=3, reason="verifier_error: x"),
+    }
+    tally.note("math", [Judgement(wrong("no"), 0.25)])
+    assert tally.by_domain["math"] == VerifierFigures(judged=2, errors=1, timeouts=1, seconds=3.0)
+    assert tally.by_domain["code"].errors_in_a_row == 3

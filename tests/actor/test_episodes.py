@@ -12,7 +12,7 @@ import pytest
 
 from inference_contract.schemas import ChatMessage
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import MadeRollout, Unwatched
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.gateway import Gateway
@@ -153,7 +153,7 @@ async def episodes(
 
 async def played(path: Path, name: str, *, samples: int = 1, **options: object) -> Sequence[MadeRollout]:
     async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:  # type: ignore[arg-type]
-        return await maker.make(order(samples=samples), Unwatched())
+        return await maker.make(order(samples=samples), GroupProgress())
 
 
 async def test_rollout_contains_the_turns_of_its_episode(tmp_path: Path) -> None:
@@ -204,31 +204,21 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-class Ages(Unwatched):
-    """A progress object that counts how often the age of its group is set back to zero."""
-
-    def __init__(self) -> None:
-        self.began = 0
-
-    def begun(self) -> None:
-        self.began += 1
-
-
 async def test_group_age_counts_from_the_first_turn_of_its_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `_GroupAge`, which the test removes as a counter-check, each turn sets the age back to zero."""
+    """Without `_from_first_turn`, which the test removes as a counter-check, each turn sets the age back to zero."""
 
-    async def began() -> int:
-        ages = Ages()
+    async def times_begun() -> int:
+        begun: list[None] = []
         async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
-            (made,) = await maker.make(order(), ages)
+            (made,) = await maker.make(order(), GroupProgress(begun=lambda: begun.append(None)))
         assert len(made.rollout.turns) == 2
-        return ages.began
+        return len(begun)
 
-    assert await began() == 1
-    monkeypatch.setattr("pipelinerl.actor.episodes._GroupAge", lambda progress: progress)
-    assert await began() == 2
+    assert await times_begun() == 1
+    monkeypatch.setattr("pipelinerl.actor.episodes._from_first_turn", lambda progress: progress)
+    assert await times_begun() == 2
 
 
 async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path: Path) -> None:
@@ -248,17 +238,12 @@ async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path: Path
 
 
 async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path: Path) -> None:
-    class Judged(Unwatched):
-        judgements: Sequence[Judgement] = ()
-
-        def judged(self, judgements: Sequence[Judgement], spans: object) -> None:
-            self.judgements = judgements
-
-    progress = Judged()
+    judged: list[Judgement] = []
+    progress = GroupProgress(judged=lambda judgements, spans: judged.extend(judgements))
     async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
         with pytest.raises(PipelineError, match="the process that played this episode has ended"):
             await maker.make(order(samples=4), progress)
-    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
+    assert [each.verdict.outcome for each in judged] == [Outcome.VERIFIER_ERROR]
 
 
 async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path: Path) -> None:
@@ -280,13 +265,13 @@ async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
 
     async with episodes(tmp_path, "three", TalkingSampler(fail)) as maker:
         with pytest.raises(DeadlineError, match="no engine completed"):
-            await maker.make(order(samples=2), Unwatched())
+            await maker.make(order(samples=2), GroupProgress())
 
 
 async def test_error_of_an_order_names_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
-            await maker.make(order(), Unwatched())
+            await maker.make(order(), GroupProgress())
 
 
 async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp_path: Path) -> None:
@@ -307,7 +292,7 @@ async def test_last_model_answer_in_an_episode_played_by_a_command_is_judged(tmp
         )
     }
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
-        (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), Unwatched())
+        (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), GroupProgress())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
@@ -320,10 +305,10 @@ async def test_failed_episode_of_a_command_reports_the_last_line_of_its_error_ou
 
 async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path: Path) -> None:
     async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
-        (made,) = await maker.make(order(), Unwatched())
+        (made,) = await maker.make(order(), GroupProgress())
     assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())
     assert "again" in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
     assert made.rollout.verdict.reward == 2.0
     async with episodes(tmp_path, "asks_a_text", TalkingSampler()) as maker:
-        played = await maker.play(order(), 0, Unwatched())
+        played = await maker.play(order(), 0, GroupProgress())
     assert "TypeError: messages must be a list of messages" in played.judgement.verdict.reason

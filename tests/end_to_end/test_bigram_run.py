@@ -34,7 +34,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.roles.workers import started
+from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
@@ -135,7 +135,7 @@ async def run(
         }
     )
     objective = objective_of(config)
-    workers = started(config, objective, checkpoint=restored[0] if restored else None)
+    step = started(config, objective, checkpoint=restored[0] if restored else None)
     client = EngineClient()
     pool = EnginePool(client)
     events = EventLog(directory / "events.jsonl")
@@ -155,7 +155,7 @@ async def run(
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),
             kl=config.kl_control.controller if config.kl_control else None,
         ),
-        step=workers.step(),
+        step=step,
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
@@ -192,7 +192,7 @@ async def run(
         await loop.close()
         await client.close()
         events.close()
-        workers.close()
+        close_workers(step)
     return read_events(directory / "events.jsonl")
 
 

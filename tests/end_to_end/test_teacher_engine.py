@@ -19,7 +19,7 @@ from pipelinerl.errors import EngineUnreachable
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.roles.wiring import losses_of, objective_of
-from pipelinerl.roles.workers import started
+from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.rollouts.batch import TrainBatch, build
@@ -93,11 +93,10 @@ def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url: str) -
     for teacher in (str(TEACHER), url):
         config = load("tiny", ['domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{teacher}"'])
         objective = objective_of(config)
-        workers = started(config, objective, checkpoint=None)
-        assert workers.reference is None and set(workers.teachers) == {"long_words"}
-        step = workers.step()
+        step = started(config, objective, checkpoint=None)
+        assert step.passes.reference is None and set(step.passes.teachers) == {"long_words"}
         figures.append(step.apply(step.accumulate(batch(), objective), learning_rates=[1e-3]).figures)
-        workers.close()
+        close_workers(step)
     here, there = figures
     assert here["kl_teacher"] == pytest.approx(there["kl_teacher"], abs=1e-5)
     assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4) and here["grad_norm"] > 1e-3

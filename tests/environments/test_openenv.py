@@ -20,7 +20,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import MadeRollout, Sampler, Unwatched
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
 from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
@@ -195,7 +195,7 @@ async def played(
     maker = Episodes(gateway, sampler, {"talk": domain}, attempts=1)
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         try:
-            return list(await maker.make(order(samples=samples, max_tokens=256), Unwatched()))
+            return list(await maker.make(order(samples=samples, max_tokens=256), GroupProgress()))
         finally:
             await domain.close()
 
@@ -245,11 +245,11 @@ async def test_episode_waits_for_a_restarting_openenv_server() -> None:
         domain = EpisodeDomain(player=hosts, limits=EpisodeLimits(), verifier=None, correct_at=1.0)
         maker = Episodes(gateway, TalkingSampler(lambda messages: "b"), {"talk": domain}, attempts=1)
         async with asyncio.timeout(PATIENCE_S), gateway.serve():
-            await maker.make(order(), Unwatched())
+            await maker.make(order(), GroupProgress())
     restart = asyncio.create_task(later(int(url.rpartition(":")[2])))
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         try:
-            (made,) = await maker.make(order(), Unwatched())
+            (made,) = await maker.make(order(), GroupProgress())
         finally:
             restart.cancel()
             await domain.close()
@@ -297,7 +297,7 @@ async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server()
         domain = EpisodeDomain(player=hosts, limits=EpisodeLimits(), verifier=None, correct_at=1.0)
         async with asyncio.timeout(PATIENCE_S), gateway.serve():
             episodes = Episodes(gateway, TalkingSampler(), {"talk": domain}, attempts=1)
-            reasons.append((await episodes.play(order(), 0, Unwatched())).judgement.verdict.reason)
+            reasons.append((await episodes.play(order(), 0, GroupProgress())).judgement.verdict.reason)
         await domain.close()
         assert play is not None
     await runner.cleanup()

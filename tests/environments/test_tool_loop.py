@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import final
 
 import pytest
 
+from pipelinerl.actor.actor import VerifierTally
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Unwatched
-from pipelinerl.actor.verifier_tally import VerifierTally
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
 from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.client import ChatRefused, EpisodeClient
 from pipelinerl.environments.environment import EpisodeLimits, Task
-from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeEnd
 from pipelinerl.environments.tool_loop import OneRequest, Toolbox
@@ -99,7 +99,7 @@ async def played(
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         try:
             for _ in range(episodes):
-                (made,) = await maker.make(order(max_tokens=256), progress or Unwatched())
+                (made,) = await maker.make(order(max_tokens=256), progress or GroupProgress())
         finally:
             await domain.close()
     return made
@@ -187,24 +187,12 @@ async def test_agents_tool_with_the_name_of_a_recipes_tool_is_rejected() -> None
     assert len((await played(["AB"], agent=agent)).rollout.turns) == 1
 
 
-@final
-class Calls:
-    """Progress callbacks that count tool calls by domain, as an actor's callbacks do."""
-
-    def __init__(self) -> None:
-        self.tally, quiet = VerifierTally(), Unwatched()
-        self.begun, self.handed_over, self.resampled = quiet.begun, quiet.handed_over, quiet.resampled
-        self.sampled, self.judged = quiet.sampled, quiet.judged
-
-    def played(self, calls: ToolCalls, environment_s: float) -> None:
-        self.tally.note_episode("talk", calls, environment_s)
-
-
 async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
-    calls = Calls()
+    tally = VerifierTally()
+    progress = GroupProgress(played=partial(tally.note_episode, "talk"))
     broken = call(text="ab").replace("}}", "}")
-    await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=calls)
-    figures = calls.tally.by_domain["talk"]
+    await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=progress)
+    figures = tally.by_domain["talk"]
     assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
     assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import MadeRollout, Unwatched
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
@@ -114,7 +114,7 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
     maker = Episodes(gateway, TalkingSampler(lambda messages: "c"), {"talk": domain}, attempts=1)
     async with asyncio.timeout(6 * PATIENCE_S), gateway.serve():
         try:
-            return [list(await maker.make(each, Unwatched())) for each in orders]
+            return [list(await maker.make(each, GroupProgress())) for each in orders]
         finally:
             await domain.close()
 

@@ -15,7 +15,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.roles.workers import Workers, spec_of, started
+from pipelinerl.roles.workers import close_workers, spec_of, started
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.rollouts.batch import build
@@ -75,9 +75,9 @@ def groups(step: int) -> list[RolloutGroup]:
     return made
 
 
-def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
+def steps(config: RunConfig, step: TrainStep, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
     """Take steps as the training loop does; return the metrics of each step."""
-    step, told = workers.step(), []
+    told = []
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
         found = step.accumulate(batch, objective.current)
@@ -86,9 +86,9 @@ def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, num
     return told
 
 
-def weights(workers: Workers) -> list[np.ndarray]:
-    assert workers.critic is not None and workers.reference is not None
-    each = (workers.policy, workers.critic.worker, workers.reference)
+def weights(workers: TrainStep) -> list[np.ndarray]:
+    assert workers.critic is not None and workers.passes.reference is not None
+    each = (workers.passes.policy, workers.critic.worker, workers.passes.reference)
     return [array for worker in each for array in weights_of(worker).values()]
 
 
@@ -97,7 +97,7 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: R
     assert config.kl_control is not None
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     first = started(config, recipe, checkpoint=None)
-    assert first.critic is not None and first.reference is not None
+    assert first.critic is not None and first.passes.reference is not None
     objective = AdaptiveObjective(recipe, controller=config.kl_control.controller)
     before = steps(config, first, objective, range(3))
     assert len({figures["kl_coefficient"] for figures in before}) == 3, "the controller must move"
@@ -105,25 +105,28 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: R
         TrainingState(
             model_version=3, epoch=1, offsets={}, ledger={}, controller={}, kl_coefficient=objective.coefficient
         ),
-        layout=first.policy.weight_layout(),
-        weights=first.policy.gather_weights(),
-        parts={"trainer": first.policy.save_state, "critic": first.critic.worker.save_state},
+        layout=first.passes.policy.weight_layout(),
+        weights=first.passes.policy.gather_weights(),
+        parts={"trainer": first.passes.policy.save_state, "critic": first.critic.worker.save_state},
     )
     store.commit(captured)
     undisturbed = steps(config, first, objective, range(3, 6)), weights(first)
-    first.close()
+    close_workers(first)
 
     latest = store.latest()
     assert latest is not None
     again = started(config, recipe, checkpoint=latest[0])
-    assert (again.policy.model_version, again.reference and again.reference.model_version) == (3, 0)
+    assert (again.passes.policy.model_version, again.passes.reference and again.passes.reference.model_version) == (
+        3,
+        0,
+    )
     resumed = AdaptiveObjective(recipe, controller=config.kl_control.controller, restored=latest[1].kl_coefficient)
     figures = steps(config, again, resumed, range(3, 6))
     assert figures == undisturbed[0]
     for got, expected in zip(weights(again), undisturbed[1], strict=True):
         np.testing.assert_array_equal(got, expected)
     assert any(figure["kl_reference"] != figures[0]["kl_reference"] for figure in figures[1:])
-    again.close()
+    close_workers(again)
 
 
 def test_every_trainer_setting_of_the_recipe_is_passed_to_the_trainer_backend() -> None:
@@ -163,7 +166,7 @@ def test_critic_and_reference_start_only_if_the_objective_needs_them(tmp_path: P
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
     workers = started(plain, objective_of(plain), checkpoint=None)
-    assert (workers.critic, workers.reference) == (None, None)
+    assert (workers.critic, workers.passes.reference) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +192,12 @@ def saved(config: RunConfig, tmp_path: Path) -> Path:
     workers = started(config, objective_of(config), checkpoint=None)
     captured = store.capture(
         TrainingState(model_version=0, epoch=1, offsets={}, ledger={}, controller={}),
-        layout=workers.policy.weight_layout(),
-        weights=workers.policy.gather_weights(),
-        parts=workers.step().parts(),
+        layout=workers.passes.policy.weight_layout(),
+        weights=workers.passes.policy.gather_weights(),
+        parts=workers.parts(),
     )
     path = store.commit(captured)
-    workers.close()
+    close_workers(workers)
     return path
 
 
@@ -268,32 +271,31 @@ def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkp
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
-    step = first.step()
-    lockstep(sampling, step, range(4), k=3)
+    lockstep(sampling, first, range(4), k=3)
     state = TrainingState(model_version=4, epoch=1, offsets={}, ledger={}, controller={})
-    layout, weights = first.policy.weight_layout(), first.policy.gather_weights()
-    path = store.commit(store.capture(state, layout=layout, weights=weights, parts=step.parts()))
+    layout, weights = first.passes.policy.weight_layout(), first.passes.policy.gather_weights()
+    path = store.commit(store.capture(state, layout=layout, weights=weights, parts=first.parts()))
     assert [file.name for file in sorted((path / "history").iterdir())] == [
         f"version-{version:06d}.safetensors" for version in (1, 2, 3)
     ]
-    undisturbed = lockstep(sampling, step, range(4, 8), k=3), weights_of(first.policy)
-    first.close()
+    undisturbed = lockstep(sampling, first, range(4, 8), k=3), weights_of(first.passes.policy)
+    close_workers(first)
 
     again = started(sampling, objective_of(sampling), checkpoint=path, version=4)
-    assert again.history is not None and again.history.versions == [1, 2, 3, 4]
-    assert lockstep(sampling, again.step(), range(4, 8), k=3) == undisturbed[0]
-    for name, array in weights_of(again.policy).items():
+    assert again.passes.history is not None and again.passes.history.versions == [1, 2, 3, 4]
+    assert lockstep(sampling, again, range(4, 8), k=3) == undisturbed[0]
+    for name, array in weights_of(again.passes.policy).items():
         np.testing.assert_array_equal(array, undisturbed[1][name])
-    again.close()
+    close_workers(again)
 
 
 def test_run_resumed_without_weight_history_trains_only_on_samples_of_the_resumed_version(
     sampling: RunConfig, tmp_path: Path
 ) -> None:
     first = started(sampling, objective_of(sampling), checkpoint=None)
-    lockstep(sampling, first.step(), range(2), k=2)
+    lockstep(sampling, first, range(2), k=2)
     (tmp_path / "old" / "trainer").mkdir(parents=True)
-    first.policy.save_state(tmp_path / "old" / "trainer")
+    first.passes.policy.save_state(tmp_path / "old" / "trainer")
     again = started(sampling, objective_of(sampling), checkpoint=tmp_path / "old", version=2)
-    assert again.history is not None and again.history.versions == [2]
-    assert [again.step().can_train(group(0, version=version)) for version in (1, 2)] == [False, True]
+    assert again.passes.history is not None and again.passes.history.versions == [2]
+    assert [again.can_train(group(0, version=version)) for version in (1, 2)] == [False, True]

@@ -122,13 +122,10 @@ async def test_controller_restarts_even_if_the_stream_contains_unreadable_prompt
         service = ControllerService(
             controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
         )
-        await service._go_on(*_there(await Journal.recover(stream)))
+        found = await Journal.recover(stream)
+        assert found is not None
+        await service._continue(found)
     assert await stream.length(DEAD_LETTERS) == 2
-
-
-def _there(found: Any) -> Any:
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])

@@ -80,7 +80,7 @@ async def test_report_with_an_impossible_account_goes_to_the_dead_letter_stream_
     assert run.controller.state.version == 2
     found = await Journal.recover(run.stream)
     assert found is not None, "a controller that comes back finds nothing of it"
-    given = [decision.given for decision in found[1].decisions]
+    given = [decision.given for decision in found.decisions]
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 

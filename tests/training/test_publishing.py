@@ -19,7 +19,7 @@ from inference_contract.weights import (
     WeightUpdateResponse,
 )
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
-from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode_struct
+from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.publishing import StreamAnnouncer
 from tests.patience import PATIENCE_S
@@ -158,7 +158,7 @@ async def test_engine_loads_only_the_newest_of_several_announced_versions() -> N
         a.may_go_on.clear()
         for version in (1, 2, 3):
             assert await tell(announcer, version, A) == {}
-            await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])
+            await stream.append(TAKEN, [encode(WeightsTaken(url=A))])
             async with asyncio.timeout(PATIENCE_S):
                 while not a.asked:
                     await asyncio.sleep(0)
@@ -180,10 +180,10 @@ async def test_trainer_and_engines_skip_unreadable_entries_in_the_announcement_s
 async def test_engines_report_of_a_loaded_version_counts_as_a_failure_if_it_cannot_be_decoded() -> None:
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
-    await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])
+    await stream.append(TAKEN, [encode(WeightsTaken(url=A))])
     telling = asyncio.create_task(tell(announcer, 1, A))
     async with asyncio.timeout(PATIENCE_S):
         while not await stream.length(ANNOUNCEMENTS):
             await asyncio.sleep(0)
-    await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A, epoch=1, version=1, answer=b"{}"))])
+    await stream.append(TAKEN, [encode(WeightsTaken(url=A, epoch=1, version=1, answer=b"{}"))])
     assert isinstance((await telling)[A], Exception)

@@ -28,7 +28,7 @@ import msgspec
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
 from pipelinerl.actor.episodes import Episodes
-from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.commands.evaluation.respondents import Respondent
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
@@ -157,7 +157,7 @@ class _Answering:
     async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
         """Return all samples that an order requests, and their verdicts; raise `ContractError` or `PipelineError`."""
         if self._episodes is not None and order.problem.domain in self._episodes.domains:
-            made = await self._episodes.make(order, Unwatched())
+            made = await self._episodes.make(order, GroupProgress())
             texts = [
                 TextAnswer(each.text, each.rollout.finish_reason, each.rollout.num_sampled_tokens) for each in made
             ]

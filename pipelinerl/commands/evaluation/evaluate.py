@@ -127,10 +127,9 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
         seed=settings.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
-        training_problem=mixture.problem,  # never called: an evaluation needs no training problems
         held_out_problem=lambda _, index: mixture.problem(index),
     )
-    return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
+    return (factory.evaluation(plan, index, version=version, number=0) for index in range(plan.problems))
 
 
 async def _evaluated(

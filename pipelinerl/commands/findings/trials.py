@@ -21,7 +21,7 @@ from inference_contract.schemas import (
 )
 from pipelinerl import registry
 from pipelinerl.actor.episodes import Episodes, PlayedEpisode
-from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.mixture import Mixture
@@ -64,7 +64,7 @@ async def episode_tried(
     try:
         async with gateway.serve():
             await domains[domain.name].start()
-            played = await episodes.play(order, 0, Unwatched())
+            played = await episodes.play(order, 0, GroupProgress())
     finally:
         for each in domains.values():
             await each.close()

@@ -36,7 +36,7 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.decisions import controller, elastic, engine_decisions
+from pipelinerl.controller.decisions import elastic, engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -121,7 +121,6 @@ class Controller:
             seed=settings.seed,
             sampling=settings.sampling,
             by_domain=settings.by_domain,
-            training_problem=self._drawn,
             held_out_problem=held_out_problem,
         )
         self._evaluator = Evaluator(settings.evaluation, self._orders)
@@ -138,13 +137,9 @@ class Controller:
             effects += self._publish_if_due(again=isinstance(given, Ticked))
             effects += self.issue()
         effects += give_up(self.state, self.settings, now=given.now)
-        mark = progress_mark(self.state)
-        if list(mark) != list(self.state.watchdog.mark):
-            self.state.watchdog.mark, self.state.watchdog.moved_at, self.state.watchdog.reported = (
-                mark,
-                given.now,
-                False,
-            )
+        mark, watchdog = progress_mark(self.state), self.state.watchdog
+        if list(mark) != list(watchdog.mark):
+            watchdog.mark, watchdog.moved_at, watchdog.reported = mark, given.now, False
         return effects
 
     def _decide(self, given: AnyInput) -> list[Effect]:
@@ -171,10 +166,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report and return its effects.
-
-        Reports of earlier trainers (of a lower epoch) are ignored; a repeated report gets its answer again.
-        """
+        """Process a report; ignore it if a trainer of a lower epoch sent it, and answer a repeated report again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -200,7 +192,7 @@ class Controller:
             case CanaryChecked():
                 return engine_decisions.canary_checked(self.state, report, now=now)
             case Checkpointed() | CheckpointDelayed():
-                return controller.checkpointed(self.state, report)
+                return self._checkpointed(report)
             case TrainerLeaving():
                 return self._trainer_leaving(report)
             case TrainerStopped():
@@ -210,9 +202,18 @@ class Controller:
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [controller.handed_over(report)]
+                return [
+                    Record(
+                        "group_handed_over",
+                        {
+                            "order_id": report.order_id,
+                            "tokens_kept": report.tokens_kept,
+                            "tokens_resampled": report.tokens_resampled,
+                        },
+                    )
+                ]
             case EvaluationDone():
-                return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
+                return self._evaluator.on_answer(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
                 self.state.actors[report.name] = (msgspec.structs.replace(report, stages=[]), now)
                 note_stages(self.state, report)
@@ -220,17 +221,15 @@ class Controller:
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
         """Change knobs and send them to the trainer. If a value is unusable, change nothing and raise RecipeError."""
-        before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
-        changed = {
-            name: value
-            for name, value in self.state.knobs.to_json().items()
-            if name in changes or value != before[name]
-        }
-        self.state.knob_log.append(
-            KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
+        state = self.state
+        before, state.knobs = state.knobs.to_json(), state.knobs.patched(changes)
+        after = state.knobs.to_json()
+        changed = {name: value for name, value in after.items() if name in changes or value != before[name]}
+        state.knob_log.append(
+            KnobChange(time=time, step=state.version, cursor=state.account.cursor, who=who, changes=changed)
         )
-        effects: list[Effect] = [Record("knobs", {"changes": changed, "who": who, "step": self.state.version})]
-        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}")
+        event = Record("knobs", {"changes": changed, "who": who, "step": state.version})
+        return [event, *self._unsolicited(f"knobs-e{state.epoch}-{len(state.knob_log)}")]
 
     def stop(self, reason: str) -> list[Effect]:
         """End the run at the next step boundary, with a last publication, checkpoint and evaluation."""
@@ -243,13 +242,11 @@ class Controller:
     def tick(self, *, now: float) -> list[Effect]:
         """React to the passing of time: expel engines whose drain is overdue, and record each stall once."""
         effects = engine_decisions.overdue(self.state, now=now)
-        still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
-        if (
-            still_s > self.settings.stall_s
-            and not self.state.watchdog.reported
-            and self.state.phase is not RunPhase.FINISHED
-        ):
-            self.state.watchdog.reported = True
+        watchdog = self.state.watchdog
+        still_s = now - watchdog.moved_at if watchdog.mark else 0.0
+        is_stalled = still_s > self.settings.stall_s and self.state.phase is not RunPhase.FINISHED
+        if is_stalled and not watchdog.reported:
+            watchdog.reported = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
 
@@ -268,10 +265,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders as long as their groups can be fresh at the earliest step that may train on them.
-
-        Few groups are therefore dropped as stale (RLAX §3.1).
-        """
+        """Issue prompt orders while their groups can be fresh at the earliest step that may take them (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -293,9 +287,8 @@ class Controller:
             index = self.state.account.next_index()
             order = self._orders.training(
                 index,
+                self._problem_of(index),
                 temperature=self.state.knobs.temperature,
-                domain_weights=self.state.domain_weights_of(index),
-                quota=self.state.quota_of(index),
                 issued_at=IssuedAt(self.state.epoch, self.state.version),
             )
             self.state.account.note_sent(order)
@@ -305,11 +298,17 @@ class Controller:
             return []
         # With Overdue.WAIT, the trainer must know of a prompt order before any actor works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
-        return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
+        return [*(self._unsolicited(name) if waits else []), IssuePrompts(orders)]
 
-    def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+    def _problem_of(self, index: int) -> Problem:
         """Return the problem of prompt order `index`: the mixture's next problem, without recently solved problems."""
-        return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
+        weights, quota = self.state.domain_weights_of(index), self.state.quota_of(index)
+        return self.state.cooldown.choose(
+            index,
+            lambda ahead: self._training_problem(index, weights, quota, ahead),
+            version=self.state.version,
+            frontier=self.state.account.consumed.frontier,
+        )
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
@@ -342,41 +341,40 @@ class Controller:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.trainer.begun:
+        state, trainer = self.state, self.state.trainer
+        if report.report_id in trainer.begun:
             return []  # a repeated report of an earlier trainer, whose epoch is over
-        self.state.trainer.awaited = engine_decisions.awaited(
-            self.state, engines_expected=self.settings.engines_expected
-        )
-        if self.state.trainer.awaited and self.state.phase is RunPhase.STARTING:
-            self.state.trainer.pending_ready = report
+        trainer.awaited = engine_decisions.awaited(state, engines_expected=self.settings.engines_expected)
+        if trainer.awaited and state.phase is RunPhase.STARTING:
+            trainer.pending_ready = report
             return []
-        self.state.trainer.pending_ready = None
-        self.state.trainer.begun = [*self.state.trainer.begun, report.report_id]
-        self.state.epoch = max(self.state.epoch, report.claimed) + 1
-        self.state.version = report.model_version
-        self.state.trainer.stop_sent = False
-        self.state.fleet.begin_epoch()
-        self.state.loaded_from = []
-        if self.state.resumed_account is not None:
-            self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
-            self.state.resumed_account = None
-        self.state.account.update(report.consumed)
-        if self.state.knobs.k == LOCKSTEP:
-            self.state.account.withdraw(report.model_version)
-        self.state.trainer.stepped = report.consumed
-        self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
-        effects: list[Effect] = [
-            Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
-        ]
+        trainer.pending_ready = None
+        trainer.begun = [*trainer.begun, report.report_id]
+        state.epoch = max(state.epoch, report.claimed) + 1
+        state.version = report.model_version
+        trainer.stop_sent = False
+        state.fleet.begin_epoch()
+        state.loaded_from = []
+        if state.resumed_account is not None:
+            state.account = IssuedLedger.resume(state.resumed_account, report.consumed)
+            state.resumed_account = None
+        state.account.update(report.consumed)
+        if state.knobs.k == LOCKSTEP:
+            state.account.withdraw(report.model_version)
+        trainer.stepped = report.consumed
+        state.cooldown.note(report.solved, self.settings.cooldown, version=state.version)
         # A trainer that joins a FINISHING run sets it back to TRAINING; the last evaluation begins again when it stops.
-        if self.state.phase is not RunPhase.FINISHED:
-            self.state.phase = RunPhase.TRAINING
-        if self.state.version == 0 and not self.state.evaluations.results:
-            self._evaluator.want(self.state)
-        self.state.trainer.first_version = self.state.version
-        self.state.trainer.training_since = now
-        self.state.trainer.publications = []
-        return [*effects, self._answer(report.report_id, publish_to=sorted(self.state.fleet.members()))]
+        if state.phase is not RunPhase.FINISHED:
+            state.phase = RunPhase.TRAINING
+        if state.version == 0 and not state.evaluations.results:
+            self._evaluator.want(state)
+        trainer.first_version = state.version
+        trainer.training_since = now
+        trainer.publications = []
+        return [
+            Record("trainer_ready", {"epoch": state.epoch, "model_version": state.version}),
+            self._answer(report.report_id, publish_to=sorted(state.fleet.members())),
+        ]
 
     def _step_done(self, report: StepDone) -> list[Effect]:
         self.state.version = report.model_version
@@ -404,7 +402,8 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        skipped = controller.step_skipped(report, step=step)
+        fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+        skipped = Record("step_skipped", fields)
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
@@ -414,15 +413,34 @@ class Controller:
 
     def _published(self, report: Published) -> list[Effect]:
         self.state.trainer.note_published(report)
-        lost = engine_decisions.published(self.state, report)
-        return [controller.published(report), *lost]
+        publication = {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "pauses_s": report.pauses_s,
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        }
+        return [Record("publish", publication), *engine_decisions.published(self.state, report)]
+
+    def _checkpointed(self, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+        """Record a checkpoint. If reports repeat that a checkpoint is delayed, record only the first of them."""
+        trainer, version = self.state.trainer, report.model_version
+        if isinstance(report, Checkpointed):
+            trainer.unsaved = ""
+            fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+            return [Record("checkpoint", fields)]
+        is_new = not trainer.unsaved
+        trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+        return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """If the trainer waits for rollouts and no actor works on any order, treat the orders as lost: reissue them."""
         # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
         # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
-            return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
+            return self._unsolicited(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
         idle = actors and not any(alive.groups_in_flight for alive in actors)
         if self.state.evaluations.current is not None or not idle or not self.state.fleet.verified():
@@ -434,11 +452,11 @@ class Controller:
         """After stream data was lost, resend all unfinished work: orders, evaluation questions, the last directive."""
         # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
-        account, asked = self.state.account, self.state.evaluations.current
-        effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")
-        if asked is not None:
-            out = [index for index in range(asked.next_index) if index not in asked.answers]
-            effects += self._evaluator.asking(asked, out)
+        account, evaluation = self.state.account, self.state.evaluations.current
+        effects = self._unsolicited(f"streams-lost-e{self.state.epoch}-{self.state.version}")
+        if evaluation is not None:
+            out = [index for index in range(evaluation.next_index) if index not in evaluation.answers]
+            effects += self._evaluator.questions(evaluation, out)
         training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
             effects.append(Record("orders_lost", {"orders": len(lost)}))
@@ -452,7 +470,7 @@ class Controller:
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
-            return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
+            return self._evaluator.on_answer(self.state, report.order_id, report.index, None, now=now)
         self.state.account.fail(report.index, report.issued_at)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
@@ -466,7 +484,7 @@ class Controller:
 
     def _ended(self, index: int) -> list[Effect]:
         """Notify the trainer that a prompt order ended without a group, if steps wait for such orders."""
-        return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
+        return [] if self.settings.overdue is Overdue.DROP else self._unsolicited(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         effects = self._evaluator.advance(self.state, now=now)
@@ -503,7 +521,7 @@ class Controller:
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
 
-    def _unasked(self, name: str) -> list[Effect]:
+    def _unsolicited(self, name: str) -> list[Effect]:
         """Send an unsolicited directive, unless the run is stopping."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
@@ -515,45 +533,3 @@ class Controller:
             self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
-
-
-def step_skipped(report: StepSkipped, *, step: int) -> Record:
-    """Return the event of a skipped step, whose loss, gradient or log-probs were not finite."""
-    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
-    return Record("step_skipped", fields)
-
-
-def published(report: Published) -> Record:
-    """Return the event of a publication, with the measurements in the trainer's report."""
-    return Record(
-        "publish",
-        {
-            "model_version": report.model_version,
-            "send_s": report.send_s,
-            "total_s": report.total_s,
-            "pause_s": max(report.pauses_s.values(), default=0.0),
-            "pauses_s": report.pauses_s,
-            "engines": len(report.pauses_s),
-            "failed": report.failed,
-        },
-    )
-
-
-def handed_over(report: GroupHandedOver) -> Record:
-    """Return the event of a group that one engine began and another finished."""
-    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
-    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
-
-
-def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return the event of a report on a checkpoint. If reports repeat that a checkpoint is delayed, only the first
-    of them gets an event.
-    """
-    version = report.model_version
-    if isinstance(report, Checkpointed):
-        state.trainer.unsaved = ""
-        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
-        return [Record("checkpoint", fields)]
-    is_new = not state.trainer.unsaved
-    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
-    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

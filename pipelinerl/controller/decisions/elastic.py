@@ -49,7 +49,7 @@ _WHY: Final = {
 }
 
 
-def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
+def suggestion(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
     """Return the change that the measurements of one interval suggest while `engines` engines serve."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
@@ -57,19 +57,16 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
     return Want.FEWER if fits and figures.waiting < rule.content and figures.stale <= rule.stale else Want.SAME
 
 
-def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Add the change that this interval suggests to `memory`, and return the change to make now.
-
-    It is `Want.SAME`, for no change, until `patience` intervals in a row have suggested the same change.
-    """
-    want = verdict(rule, figures, engines=engines)
+def next_change(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
+    """Remember this interval's suggestion; return the change that `patience` intervals in a row suggest, or `SAME`."""
+    want = suggestion(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value
     settled = memory.changed is None or now - memory.changed >= rule.settle_s
     return want if abs(memory.streak) >= rule.patience and settled else Want.SAME
 
 
-def changed(memory: ElasticMemory, *, now: float) -> None:
+def note_change(memory: ElasticMemory, *, now: float) -> None:
     """Restart the measurements after the number of engines was changed, or a dry run has announced a change."""
     memory.forget()
     memory.streak, memory.changed = 0, now
@@ -80,21 +77,21 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
     rule, memory = settings.elastic, state.elastic
     if rule is None or state.phase is not RunPhase.TRAINING or state.stop_reason or state.failing.reason:
         return []
-    if _in_between(state):
+    if _is_changing(state):
         memory.forget()
         return []
     counts = _counts(state)
     if (beyond := _beyond(state, settings, counts)) is not None:
         may = memory.changed is None or given.now - memory.changed >= rule.settle_s
-        return _follow(state, settings, beyond, counts, "of the knobs", given.now) if may else []
+        return _change_engines(state, settings, beyond, counts, "of the knobs", given.now) if may else []
     memory.note_poll(given.occupancy, now=given.now)
-    figures = memory.taken(now=given.now, interval_s=rule.interval_s)
+    figures = memory.end_interval(now=given.now, interval_s=rule.interval_s)
     if figures is None:
         return []
-    want = weighed(rule, memory, figures, engines=len(state.fleet.serving()), now=given.now)
+    want = next_change(rule, memory, figures, engines=len(state.fleet.serving()), now=given.now)
     if want is Want.SAME or (type := _type_for(state, settings, want, counts)) is None:
         return []
-    return _follow(state, settings, (want, type), counts, in_words(want, figures), given.now)
+    return _change_engines(state, settings, (want, type), counts, in_words(want, figures), given.now)
 
 
 def in_words(want: Want, figures: Figures) -> str:
@@ -115,7 +112,7 @@ def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapp
 # --- details ---------------------------------------------------------------------------------------------------------
 
 
-def _in_between(state: RunState) -> bool:
+def _is_changing(state: RunState) -> bool:
     """Return True while measurements are misleading because an engine joins or drains, or an evaluation runs."""
     records = state.fleet.records()
     serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
@@ -135,7 +132,7 @@ def _counts(state: RunState) -> dict[str, int]:
 
 def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
     for type, count in counts.items():
-        if count < state.knobs.engines_min[type] and type not in _not_to_be_had(state):
+        if count < state.knobs.engines_min[type] and type not in _unavailable_types(state):
             return Want.MORE, type
         if count > state.knobs.engines_max[type] and _newest(state, settings, type) is not None:
             return Want.FEWER, type
@@ -144,7 +141,7 @@ def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, 
 
 def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts: Mapping[str, int]) -> str | None:
     if want is Want.MORE:
-        refused = _not_to_be_had(state)
+        refused = _unavailable_types(state)
         room = (type for type, most in state.knobs.engines_max.items() if counts[type] < most and type not in refused)
         return next(room, None)
     least = state.knobs.engines_min
@@ -154,7 +151,7 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
     return next(spare, None)
 
 
-def _not_to_be_had(state: RunState) -> set[str]:
+def _unavailable_types(state: RunState) -> set[str]:
     """Return the unavailable engine types: those of which a requested engine never joined, or permanently refused."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
@@ -171,7 +168,7 @@ def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineR
     return max((each for each in own if not each.pinned), key=lambda record: names.index(record.name), default=None)
 
 
-def _follow(
+def _change_engines(
     state: RunState,
     settings: ControllerSettings,
     what: tuple[Want, str],
@@ -181,7 +178,7 @@ def _follow(
 ) -> list[Effect]:
     rule, (want, type) = settings.elastic, what
     assert rule is not None
-    changed(state.elastic, now=now)
+    note_change(state.elastic, now=now)
     fields = {"type": type, "from": counts[type], "to": counts[type] + want.value, "why": why}
     if rule.mode is Elasticity.DRY_RUN:
         return [Record("engines_would_scale", fields)]

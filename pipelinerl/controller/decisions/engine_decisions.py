@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import count, islice
-from typing import Final
 
 import msgspec
 
@@ -40,8 +39,6 @@ from pipelinerl.controller.state.inputs_and_effects import (
 from pipelinerl.controller.state.run_state import EngineRequest, RunState
 from pipelinerl.messages import CanaryChecked, Published
 
-_REMOVED: Final = "removed by an operator"
-
 
 def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) -> list[Effect]:
     """Process one input about engines; `engines_expected` is the number of engines with which the run began."""
@@ -53,7 +50,10 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
-            return _answered(state, url, now=given.now)
+            proven = url in fleet.verified()
+            if not fleet.answered(url, version=state.version, now=given.now):
+                return []
+            return [Record("engine_back", {"url": url})] if proven else _join_of(url)
         case EngineRestarted(url=url):
             return _join_of(url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):
@@ -63,7 +63,10 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
         case EngineDrainAsked(url=url, grace_s=grace_s):
             return drain(state, url, now=given.now, grace_s=grace_s)
         case EngineRemoved(engine=engine):
-            return _remove(state, engine)
+            urls = [record.url for record in fleet.records() if engine in (record.url, record.name)]
+            effects = [effect for url in urls for effect in _expel(state, url, "removed by an operator")]
+            _cancel_request(state, engine)
+            return effects
         case EnginesRequested():
             return request_engines(state, given, engines_expected=engines_expected)
 
@@ -173,13 +176,6 @@ def _loss_of(url: str, reason: str) -> list[Effect]:
     return [Record("engine_lost", {"url": url, "reason": reason})]
 
 
-def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
-    proven = url in state.fleet.verified()
-    if not state.fleet.answered(url, version=state.version, now=now):
-        return []
-    return [Record("engine_back", {"url": url})] if proven else _join_of(url)
-
-
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
     """Drain the engine that the engine at `url` replaces; do so only once, although `url` passes the canary often."""
     name = state.fleet.by_url[url].name
@@ -188,13 +184,6 @@ def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
             _cancel_replacement(state, request.replaces)
             return drain(state, request.replaces, now=now, grace_s=request.grace_s)
     return []
-
-
-def _remove(state: RunState, engine: str) -> list[Effect]:
-    urls = [record.url for record in state.fleet.records() if engine in (record.url, record.name)]
-    effects = [effect for url in urls for effect in _expel(state, url, _REMOVED)]
-    _cancel_request(state, engine)
-    return effects
 
 
 def _expel(state: RunState, url: str, reason: str) -> list[Effect]:

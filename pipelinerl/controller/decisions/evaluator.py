@@ -62,19 +62,19 @@ class Evaluator:
         if state.evaluations.due is not None and state.evaluations.current is None:
             effects += self._begin(state, state.evaluations.due, now=now)
         if state.evaluations.current is not None:
-            self._lose_patience(state, state.evaluations.current, now=now)
-            indices = state.evaluations.current.to_ask(self._window(state, state.evaluations.current, now=now))
-            effects += self.asking(state.evaluations.current, indices)
+            self._check_deadlines(state, state.evaluations.current, now=now)
+            indices = state.evaluations.current.next_questions(self._window(state, state.evaluations.current, now=now))
+            effects += self.questions(state.evaluations.current, indices)
         return effects
 
-    def heard(
+    def on_answer(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
         """Process the answer to question `index` (None if the question failed); reissue the question if needed."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
-        return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
+        return self.questions(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
         """If the evaluation has just ended, release the pinned engine and return the result of each set; else []."""
@@ -86,10 +86,12 @@ class Evaluator:
         seed = rng.key(self._orders.seed, "evaluation-interval")
         return evaluation.results(version=state.version, seed=seed)
 
-    def asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
+    def questions(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
         """Issue the questions `indices` of the evaluation."""
         plan, version, number, engine = evaluation.plan, evaluation.model_version, evaluation.number, evaluation.engine
-        orders = [self._orders.asking(plan, each, version=version, number=number, engine=engine) for each in indices]
+        orders = [
+            self._orders.evaluation(plan, each, version=version, number=number, engine=engine) for each in indices
+        ]
         return [IssuePrompts(orders)] if orders else []
 
     # --- details ---------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ class Evaluator:
         )
         return [_abandoned(evaluation, reason)]
 
-    def _lose_patience(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
+    def _check_deadlines(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
         if now - evaluation.heard_at > self.plan.grace_s:
             evaluation.given_up = f"no answer arrived for {self.plan.grace_s:g} s"
         elif holds_updates(state):
@@ -172,7 +174,7 @@ class Evaluator:
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
-            return evaluation.problems
+            return evaluation.plan.problems
         room = state.knobs.groups_in_flight * max(1, len(state.live_actors(now)))
         return max(1, room // (1 + len(state.fleet.verified())))
 
@@ -215,5 +217,5 @@ def release(state: RunState) -> None:
 def _abandoned(evaluation: Evaluation, reason: str) -> Record:
     fields = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
     return Record(
-        "evaluation_restarted", fields | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1}
+        "evaluation_restarted", fields | {"problems": evaluation.plan.problems, "restarts": evaluation.restarts + 1}
     )

@@ -45,7 +45,8 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     if state.failing.reason:
         saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > settings.save_s
         return finish(state, settings) if saved else []
-    state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
+    is_alive = any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
+    state.failing.engineless_since = 0.0 if is_alive else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
         return step_review.review(state, settings)
@@ -97,10 +98,6 @@ def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: flo
     state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"{'suspend' if state.failing.suspends else 'fail'}-e{state.epoch}-{state.version}"
     return [Send(directive(state, settings, answers=name))]
-
-
-def _alive(state: RunState) -> bool:
-    return any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
 
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
@@ -159,12 +156,12 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
         for domain in sorted({domain for alive in actors for domain in alive.verifiers})
     }
     filters = [alive.filtering for alive in actors if alive.filtering != VerifierFigures()]
-    for judge, asked in [*judges.items(), (THE_FILTER, filters)]:
-        failing = [figures for figures in asked if figures.errors_in_a_row or figures.timeouts_in_a_row]
+    for judge, of_all_actors in [*judges.items(), (THE_FILTER, filters)]:
+        failing = [figures for figures in of_all_actors if figures.errors_in_a_row or figures.timeouts_in_a_row]
         errors = sum(figures.errors_in_a_row for figures in failing)
         count = errors + sum(figures.timeouts_in_a_row for figures in failing)
         enough = errors >= _VERDICTS_THAT_END or count >= max(_VERDICTS_THAT_END, state.knobs.rollouts_per_step)
-        if failing and len(failing) == len(asked) and enough:
+        if failing and len(failing) == len(of_all_actors) and enough:
             of = "groups" if judge == THE_FILTER else "answers"
             yield f"{judge} has failed on {count} {of} in a row; the last error: {failing[-1].reason}"
 
@@ -172,7 +169,7 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 def _some_ended_well(state: RunState) -> bool:
     """Return True if, since the last step, any group ended as filtered or as stale, and so did not fail."""
     ledger, before = state.account.ledger(), state.trainer.stepped
-    return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))
+    return any(ledger[outcome] > getattr(before, outcome) for outcome in ("filtered", "stale"))
 
 
 #: Explanations of why prompt orders end untrained, by outcome.
@@ -232,11 +229,11 @@ def _weights(state: RunState) -> str:
 
 def _unanswered(state: RunState) -> int:
     assert state.evaluations.current is not None
-    return state.evaluations.current.problems - len(state.evaluations.current.answers)
+    return state.evaluations.current.plan.problems - len(state.evaluations.current.answers)
 
 
 def _actors(state: RunState, now: float) -> str:
-    late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > SILENT_S}
+    late = {name: now - reported_at for name, (_, reported_at) in state.actors.items() if now - reported_at > SILENT_S}
     if not state.actors:
         return "; no actor has reported"
     return "".join(f"; actor {name} has been silent for {silent:.0f} s" for name, silent in sorted(late.items()))
@@ -245,10 +242,10 @@ def _actors(state: RunState, now: float) -> str:
 def _untrained(state: RunState) -> str:
     """Explain why recent groups were not trained; empty until as many groups as a step needs have ended untrained."""
     ledger, before = state.account.ledger(), state.trainer.stepped
-    ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
+    ended = {outcome: ledger[outcome] - getattr(before, outcome) for outcome in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
         return ""
-    causes = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
+    causes = ", ".join(f"{number} {outcome} ({_WHY[outcome]})" for outcome, number in ended.items() if number)
     return f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
 
 
@@ -269,8 +266,9 @@ def _outdated(state: RunState) -> str:
 def _trainer(state: RunState, now: float) -> str:
     if state.trainer.heard is None:
         return ""
-    report, heard = state.trainer.heard
-    return f"; the trainer's last report, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
+    report, reported_at = state.trainer.heard
+    silent_s = now - reported_at
+    return f"; the trainer's last report, {report}, came {silent_s:.0f} s ago" if silent_s > SILENT_S else ""
 
 
 def lost_engines(state: RunState) -> str:

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Sampling
 
 _AS_THE_RUN: Final = DomainSampling()
 
@@ -25,21 +25,11 @@ class PromptOrderFactory:
     seed: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[str, int], Problem]
     """Returns a held-out problem, from the name of its evaluation set and its index in the set."""
 
-    def training(
-        self,
-        index: int,
-        *,
-        temperature: float,
-        domain_weights: Mapping[str, float],
-        quota: Quota,
-        issued_at: IssuedAt,
-    ) -> PromptOrder:
-        """Return training order `index`, drawn from the mixture; domain shares are exact within each quota block."""
-        problem = self.training_problem(index, domain_weights, quota)
+    def training(self, index: int, problem: Problem, *, temperature: float, issued_at: IssuedAt) -> PromptOrder:
+        """Return training order `index`, whose samples answer `problem`."""
         own = self._own(problem)
         sampling = replace(
             self.sampling,
@@ -59,23 +49,22 @@ class PromptOrderFactory:
             issued_at=issued_at,
         )
 
-    def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return the order for question `index` of evaluation `number`, which evaluates model version `version`.
-
-        If `engine` is given, only this engine may answer.
-        """
+    def evaluation(
+        self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = ""
+    ) -> PromptOrder:
+        """Return the order for question `index` of an evaluation of `version`; only `engine`, if given, may answer."""
         # Apart from id and engine, the order is the same in every evaluation, so a sample depends only on seed and
         # weights.
-        asked, place = plan.question(index)
-        problem = self.held_out_problem(asked.name, place)
+        evaluation_set, place = plan.question(index)
+        problem = self.held_out_problem(evaluation_set.name, place)
         own = self._own(problem)
         sampling = replace(
             self.sampling,
-            num_samples=asked.samples,
-            temperature=asked.temperature,
+            num_samples=evaluation_set.samples,
+            temperature=evaluation_set.temperature,
             top_p=1.0,
             top_k=0,
-            max_tokens=asked.max_tokens or own.max_tokens or self.sampling.max_tokens,
+            max_tokens=evaluation_set.max_tokens or own.max_tokens or self.sampling.max_tokens,
             stop=self._stop(own),
         )
         return PromptOrder(

@@ -7,16 +7,17 @@ newest load of each engine, as polled; it is not part of the journal or of check
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Final, final
+
+import msgspec
 
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.routes import ActorAssignment
-from pipelinerl.controller.state.answer_figures import AnswerFigures, PassAt
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
@@ -44,8 +45,8 @@ def run_status(
         evaluating=_evaluating(state),
         fleet=_fleet(state, watch),
         actors=tuple(
-            status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - heard)
-            for alive, heard in state.actors.values()
+            status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - reported_at)
+            for alive, reported_at in state.actors.values()
         ),
         ledger=status.LedgerStatus(**state.account.ledger()),
         knobs=state.knobs.to_json(),
@@ -103,41 +104,15 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
     if not results:
         return status.HeldOutStatus()
-    first, last = results[0], results[-1]
-    return status.HeldOutStatus(
-        name=last.name,
-        **_figures(last),
-        version=last.model_version,
-        one_version=last.one_version,
-        incomplete=last.incomplete,
-        by_domain=_groups(last.by_domain),
-        by_tag=_groups(last.by_tag),
-        first=first.accuracy,
-        best=max((each.accuracy for each in results if each.accuracy is not None), default=None),
-    )
-
-
-def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresStatus, ...]:
-    return tuple(
-        status.GroupFiguresStatus(name=name, problems=each.problems, **_figures(each)) for name, each in figures.items()
-    )
-
-
-def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    return {
-        "accuracy": of.accuracy,
-        "low": of.low,
-        "high": of.high,
-        "pass_at": _at(of.pass_at),
-        "majority_at": _at(of.majority_at),
-        "length_mean": of.length_mean,
-        "length_p95": of.length_p95,
-        "truncated": of.truncated,
+    last = msgspec.to_builtins(results[-1])  # its figures have the same names in the status
+    added = {
+        "version": results[-1].model_version,
+        "by_domain": [{"name": name, **figures} for name, figures in last["by_domain"].items()],
+        "by_tag": [{"name": name, **figures} for name, figures in last["by_tag"].items()],
+        "first": results[0].accuracy,
+        "best": max((each.accuracy for each in results if each.accuracy is not None), default=None),
     }
-
-
-def _at(estimates: Sequence[PassAt]) -> tuple[status.PassAtStatus, ...]:
-    return tuple(status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in estimates)
+    return msgspec.convert(last | added, status.HeldOutStatus)
 
 
 def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:
@@ -173,7 +148,7 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
         pin=evaluation.pin.value,
         engine=evaluation.engine,
         answered=len(evaluation.answers),
-        problems=evaluation.problems,
+        problems=evaluation.plan.problems,
         discarded=sum(evaluation.discarded.values()),
         restarts=evaluation.restarts,
         sets=tuple(each.name for each in evaluation.plan.sets),
@@ -183,8 +158,8 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
     if state.trainer.heard is None:
         return None
-    report, heard = state.trainer.heard
-    return status.TrainerStatus(last_report=report, silent_s=now - heard)
+    report, reported_at = state.trainer.heard
+    return status.TrainerStatus(last_report=report, silent_s=now - reported_at)
 
 
 def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
@@ -234,14 +209,14 @@ class EngineWatch:
 
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
-        self._asked_at: dict[str, float] = {}
+        self._polled_at: dict[str, float] = {}
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
         """Return the load of the engine at `url`; all zeros if the engine is unknown."""
         return self._loads.get(url, _UNKNOWN)
 
-    def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
+    def to_poll(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
         Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
@@ -251,8 +226,8 @@ class EngineWatch:
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
         chosen = [each.url for each in records if each.lifecycle not in _STEADY]
-        chosen += sorted(steady, key=lambda url: self._asked_at.get(url, -math.inf))[:most]
-        self._asked_at |= dict.fromkeys(chosen, now)
+        chosen += sorted(steady, key=lambda url: self._polled_at.get(url, -math.inf))[:most]
+        self._polled_at |= dict.fromkeys(chosen, now)
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
@@ -284,7 +259,7 @@ class EngineWatch:
     def forget(self, url: str) -> None:
         """Drop the data of an engine that is no longer polled."""
         self._loads.pop(url, None)
-        self._asked_at.pop(url, None)
+        self._polled_at.pop(url, None)
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:

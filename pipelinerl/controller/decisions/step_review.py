@@ -34,6 +34,12 @@ from pipelinerl.messages import ActorAlive, GroupOutdated, NoSignalGroups, StepD
 #: The most groups per step whose stage timings are included in the step's event.
 MOST_STAGES: Final = 4
 
+#: Fields of `VerifierFigures` that are summed over actors.
+_TOTALS: Final = (
+    "judged", "errors", "timeouts", "seconds", "tool_episodes", "calls_parsed", "calls_malformed", "episodes",
+    "environment_s", "tool_errors",
+)  # fmt: skip
+
 Figures = Mapping[str, Mapping[str, float]]
 
 
@@ -65,19 +71,18 @@ def note_outdated(state: RunState, report: GroupOutdated) -> None:
 
 def _alarms(state: RunState, *, step: int) -> list[Effect]:
     watched = state.watched
-    standing = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
-    of_their_own = {key: what for key, what in watched.alarms.items() if key == f"{AlarmKind.NO_SIGNAL}:"}
-    keys = {*(alarm.key for alarm in standing), *of_their_own}
-    effects: list[Effect] = [
-        Record("alarm", {"alarm": alarm.kind, "domain": alarm.domain, "step": step, "what": alarm.what})
-        for alarm in standing
-        if alarm.key not in watched.alarms
-    ]
-    for key in watched.alarms.keys() - keys:
-        kind, _, domain = key.partition(":")
-        effects.append(Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step}))
-    watched.alarms = {alarm.key: alarm.what for alarm in standing} | of_their_own
-    return effects
+    alarms = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
+    raised = {alarm.key: alarm.what for alarm in alarms}
+    raised |= {key: what for key, what in watched.alarms.items() if key == _NO_SIGNAL}  # `review` clears this alarm
+    new = [alarm.event(step) for alarm in alarms if alarm.key not in watched.alarms]
+    over = [_cleared(key, step) for key in watched.alarms.keys() - raised.keys()]
+    watched.alarms = raised
+    return [*new, *over]
+
+
+def _cleared(key: str, step: int) -> Record:
+    kind, _, domain = key.partition(":")
+    return Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step})
 
 
 def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]]:
@@ -100,18 +105,7 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
     for alive, _ in state.actors.values():
         for domain, each in alive.verifiers.items():
             so_far = sums.get(domain, VerifierFigures())
-            sums[domain] = VerifierFigures(
-                judged=so_far.judged + each.judged,
-                errors=so_far.errors + each.errors,
-                timeouts=so_far.timeouts + each.timeouts,
-                seconds=so_far.seconds + each.seconds,
-                tool_episodes=so_far.tool_episodes + each.tool_episodes,
-                calls_parsed=so_far.calls_parsed + each.calls_parsed,
-                calls_malformed=so_far.calls_malformed + each.calls_malformed,
-                episodes=so_far.episodes + each.episodes,
-                environment_s=so_far.environment_s + each.environment_s,
-                tool_errors=so_far.tool_errors + each.tool_errors,
-            )
+            sums[domain] = VerifierFigures(**{name: getattr(so_far, name) + getattr(each, name) for name in _TOTALS})
     return sums
 
 
@@ -165,32 +159,22 @@ class AlarmKind(StrEnum):
     NO_SIGNAL = "no_signal"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Thresholds of the alarms, for metrics averaged over the last `recent_steps` steps.
-
-    Attributes:
-        entropy: an alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
-        right: share of correct answers from which on low entropy raises no alarm.
-        length: an alarm is raised if the mean length exceeds this multiple of its mean over the earlier `length_steps`.
-        truncated: share of a domain's rollouts that are truncated, above which an alarm is raised.
-        stale: share of a domain's groups that are stale, above which an alarm is raised.
-        enough: a domain with fewer rollouts (or groups, for `stale`) than this raises no alarm.
-        back: an alarm is cleared when its metric is better than the threshold by this share of the threshold.
-    """
-
-    recent_steps: int = 5
-    entropy: float = 0.1
-    right: float = 0.9
-    length: float = 2.0
-    length_steps: int = 20
-    truncated: float = 0.2
-    stale: float = 0.1
-    enough: int = 20
-    back: float = 0.2
-
-
-THRESHOLDS: Final = Thresholds()
+#: The metrics of alarms are means over this number of newest steps.
+RECENT_STEPS: Final = 5
+#: An alarm is raised if the entropy falls below this share of the entropy of the run's first steps.
+LOW_ENTROPY: Final = 0.1
+#: Low entropy raises no alarm if at least this share of the answers is correct.
+MOSTLY_RIGHT: Final = 0.9
+#: An alarm is raised if the mean length exceeds this multiple of the mean length of the `_EARLIER_STEPS` before.
+LENGTH_GROWTH: Final = 2.0
+_EARLIER_STEPS: Final = 20
+#: An alarm is raised if more than this share of a domain's rollouts is truncated, or of its groups is stale.
+TRUNCATED_SHARE: Final = 0.2
+STALE_SHARE: Final = 0.1
+#: A domain with fewer rollouts (or groups, for stale groups) than this raises no alarm.
+_ENOUGH: Final = 20
+#: An alarm is cleared when its metric is better than the threshold by this share of the threshold.
+_CLEARANCE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,33 +190,28 @@ class Alarm:
         """The alarm's identity, made of its kind and its domain."""
         return f"{self.kind}:{self.domain}"
 
+    def event(self, step: int) -> Record:
+        """Return the event that the alarm was raised at `step`."""
+        return Record("alarm", {"alarm": self.kind, "domain": self.domain, "step": step, "what": self.what})
+
 
 def alarms_of(
-    steps: Sequence[WatchedStep],
-    *,
-    first_entropies: Sequence[float],
-    raised: Mapping[str, str],
-    thresholds: Thresholds = THRESHOLDS,
+    steps: Sequence[WatchedStep], *, first_entropies: Sequence[float], raised: Mapping[str, str]
 ) -> list[Alarm]:
     """Return the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
-    if len(steps) < thresholds.recent_steps:
+    if len(steps) < RECENT_STEPS:
         return []
-    return [
-        *_entropy(steps, first_entropies, raised, thresholds),
-        *_length(steps, raised, thresholds),
-        *_shares(steps, raised, thresholds),
-    ]
+    return [*_entropy(steps, first_entropies, raised), *_length(steps, raised), *_shares(steps, raised)]
 
 
-def _entropy(
-    steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str], at: Thresholds
-) -> Iterator[Alarm]:
-    recent = steps[-at.recent_steps :]
+def _entropy(steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str]) -> Iterator[Alarm]:
+    recent = steps[-RECENT_STEPS:]
     entropy, right = _mean([step.entropy for step in recent]), _mean([step.right for step in recent])
     if entropy is None or len(first) < FIRST_STEPS:
         return
-    begun, slack = fmean(first), 1 + at.back * (f"{AlarmKind.ENTROPY}:" in raised)
-    if entropy < at.entropy * slack * begun and (right is None or right < at.right):
+    begun = fmean(first)
+    least = LOW_ENTROPY * (1 + _clearance(AlarmKind.ENTROPY, raised)) * begun
+    if entropy < least and (right is None or right < MOSTLY_RIGHT):
         yield Alarm(
             kind=AlarmKind.ENTROPY,
             what=f"entropy collapse: {entropy:.3g} nats per token, {begun:.3g} at the start of the run, and "
@@ -241,36 +220,36 @@ def _entropy(
         )
 
 
-def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresholds) -> Iterator[Alarm]:
-    if len(steps) < at.recent_steps + at.length_steps:
+def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
+    if len(steps) < RECENT_STEPS + _EARLIER_STEPS:
         return
-    recent = _mean([step.length for step in steps[-at.recent_steps :]])
-    before = _mean([step.length for step in steps[-at.recent_steps - at.length_steps : -at.recent_steps]])
-    slack = 1 - at.back * (f"{AlarmKind.LENGTH}:" in raised)
-    if recent is not None and before is not None and recent > at.length * slack * before:
+    recent = _mean([step.length for step in steps[-RECENT_STEPS:]])
+    before = _mean([step.length for step in steps[-RECENT_STEPS - _EARLIER_STEPS : -RECENT_STEPS]])
+    most = LENGTH_GROWTH * (1 - _clearance(AlarmKind.LENGTH, raised))
+    if recent is not None and before is not None and recent > most * before:
         yield Alarm(
             kind=AlarmKind.LENGTH,
-            what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {at.length_steps} steps "
+            what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {_EARLIER_STEPS} steps "
             "before; look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens",
         )
 
 
-def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresholds) -> Iterator[Alarm]:
-    recent = steps[-at.recent_steps :]
+def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str]) -> Iterator[Alarm]:
+    recent = steps[-RECENT_STEPS:]
     for domain in sorted({name for step in recent for name in step.domains}):
         counts = [step.domains.get(domain, DomainCounts()) for step in recent]
         rollouts, groups = sum(each.rollouts for each in counts), sum(each.groups + each.stale for each in counts)
         truncated, stale = sum(each.truncated for each in counts), sum(each.stale for each in counts)
-        if rollouts >= at.enough and truncated / rollouts > _limit(
-            at.truncated, AlarmKind.TRUNCATED, domain, raised, at
-        ):
+        most = TRUNCATED_SHARE * (1 - _clearance(AlarmKind.TRUNCATED, raised, domain))
+        if rollouts >= _ENOUGH and truncated / rollouts > most:
             yield Alarm(
                 kind=AlarmKind.TRUNCATED,
                 domain=domain,
                 what=f"{truncated / rollouts:.0%} of the answers of {domain} hit the token limit; raise "
                 'max_tokens, or keep them out of the loss: training.truncated = "mask"',
             )
-        if groups >= at.enough and stale / groups > _limit(at.stale, AlarmKind.STALE, domain, raised, at):
+        most = STALE_SHARE * (1 - _clearance(AlarmKind.STALE, raised, domain))
+        if groups >= _ENOUGH and stale / groups > most:
             yield Alarm(
                 kind=AlarmKind.STALE,
                 domain=domain,
@@ -279,8 +258,8 @@ def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresho
             )
 
 
-def _limit(threshold: float, kind: AlarmKind, domain: str, raised: Mapping[str, str], at: Thresholds) -> float:
-    return threshold * (1 - at.back * (f"{kind}:{domain}" in raised))
+def _clearance(kind: AlarmKind, raised: Mapping[str, str], domain: str = "") -> float:
+    return _CLEARANCE if f"{kind}:{domain}" in raised else 0.0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -292,7 +271,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 _LEAST_GROUPS: Final = 16
 #: A run that ends for lack of signal counts as solved if this share of its groups without signal was all correct.
 _SOLVED: Final = 0.9
-_KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
+_NO_SIGNAL: Final = f"{AlarmKind.NO_SIGNAL}:"
 
 
 def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
@@ -301,13 +280,17 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
         return []
     steps = _steps_without_signal(state, only_refused=False)
     effects: list[Effect] = []
-    if steps >= settings.no_signal_steps / 2 and _KEY not in state.watched.alarms:
-        alarm = Alarm(kind=AlarmKind.NO_SIGNAL, what=_alarm_sentence(state))
-        state.watched.alarms = state.watched.alarms | {_KEY: alarm.what}
-        effects.append(Record("alarm", {"alarm": alarm.kind, "domain": "", "step": state.version, "what": alarm.what}))
-    elif steps == 0 and _KEY in state.watched.alarms:
-        state.watched.alarms = {key: what for key, what in state.watched.alarms.items() if key != _KEY}
-        effects.append(Record("alarm_cleared", {"alarm": AlarmKind.NO_SIGNAL, "domain": "", "step": state.version}))
+    if steps >= settings.no_signal_steps / 2 and _NO_SIGNAL not in state.watched.alarms:
+        counts = _sum(state)
+        what = (
+            f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the "
+            "problems, or check the reward with `pipelinerl check`"
+        )
+        state.watched.alarms[_NO_SIGNAL] = what
+        effects.append(Alarm(kind=AlarmKind.NO_SIGNAL, what=what).event(state.version))
+    elif steps == 0 and _NO_SIGNAL in state.watched.alarms:
+        del state.watched.alarms[_NO_SIGNAL]
+        effects.append(_cleared(_NO_SIGNAL, state.version))
     evaluates = state.evaluations.current is not None or state.evaluations.due is not None
     dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
     if dropped >= settings.no_signal_steps and not evaluates:
@@ -318,7 +301,7 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
 def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
     counts = _sum(state)
     state.failing.hopeless = counts.right < _SOLVED * counts.total
-    state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
+    state.stop_reason = _hopeless_sentence(counts) if state.failing.hopeless else _solved_sentence(counts)
     if state.trainer.stop_sent:
         return []
     state.trainer.stop_sent = True
@@ -342,12 +325,9 @@ def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
 
 
 def _sum(state: RunState) -> NoSignalGroups:
-    counts = list(state.account.consumed.no_signal.values())
+    counts = state.account.consumed.no_signal.values()
     return NoSignalGroups(
-        right=sum(each.right for each in counts),
-        wrong=sum(each.wrong for each in counts),
-        other=sum(each.other for each in counts),
-        refused=sum(each.refused for each in counts),
+        **{reason: sum(getattr(each, reason) for each in counts) for reason in NoSignalGroups.__struct_fields__}
     )
 
 
@@ -361,14 +341,6 @@ def _counts(counts: NoSignalGroups) -> str:
     return ", ".join(f"{number} {what}" for what, number in words.items() if number)
 
 
-def _alarm_sentence(state: RunState) -> str:
-    counts = _sum(state)
-    return (
-        f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the problems, or "
-        "check the reward with `pipelinerl check`"
-    )
-
-
 def _solved_sentence(counts: NoSignalGroups) -> str:
     return (
         f"solved: the last {counts.total} groups have nothing left to teach ({_counts(counts)}); use harder problems "
@@ -376,7 +348,7 @@ def _solved_sentence(counts: NoSignalGroups) -> str:
     )
 
 
-def _hopeless_sentence(state: RunState, counts: NoSignalGroups) -> str:
+def _hopeless_sentence(counts: NoSignalGroups) -> str:
     if counts.refused > counts.total / 2:
         advice = "loosen curation.filter"
     elif counts.wrong >= counts.total / 2:

@@ -21,19 +21,6 @@ from fastapi.responses import Response
 from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
-from pipelinerl.controller.routes import (
-    OFFER_S,
-    OFFERS_AT_ONCE,
-    Done,
-    EngineDrain,
-    EngineNames,
-    EngineOffer,
-    EngineStart,
-    EngineTaken,
-    KnobChanges,
-    KnobsAnswer,
-    VerifierOffer,
-)
 from pipelinerl.controller.service.service import MOST_SERVICES, ControllerService
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
 from pipelinerl.controller.state.inputs_and_effects import (
@@ -52,15 +39,10 @@ from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.service.wire import VerifierLease
 
 _LOCALHOST: Final = "localhost"
-_ELSEWHERE: Final = (
-    "url: a loopback address only works on its own machine, but this came from {asker}: start the {what} with "
-    "--host and an address at which other machines reach it"
-)
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
 #: Time limit in seconds for checking that an offered engine answers; the engine waits five seconds for the response.
 _PROBE_S: Final = 3.0
-_GOING: Final = "{url} is leaving already: {why}; to add an engine, request one that replaces none"
 
 _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 
@@ -106,12 +88,12 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.STOP)
     async def stop(who: _Who = "somebody") -> Response:
         await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
-        return _answer(Done("stopping"))
+        return _answer(routes.Done("stopping"))
 
     @app.post(routes.SUSPEND)
     async def suspend(who: _Who = "somebody") -> Response:
         await service.perform(SuspendAsked(now=await service.now(), reason=f"suspended by {who}"))
-        return _answer(Done("stopping"))
+        return _answer(routes.Done("stopping"))
 
 
 def _add_knobs(app: FastAPI, service: ControllerService) -> None:
@@ -119,20 +101,20 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def knobs() -> Response:
         await service.begun()
         state = service.controller.state
-        return _answer(KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
+        return _answer(routes.KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
 
     @app.patch(routes.KNOBS)
-    async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
+    async def patch(changes: Annotated[routes.KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(
-                changes
-            )  # validates the changes; an error names the knob with the invalid value
+            service.controller.state.knobs.patched(changes)  # raises an error that names the knob if a value is invalid
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
         state = service.controller.state
-        answer = KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary")
+        answer = routes.KnobsAnswer(
+            knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary"
+        )
         return _answer(answer)
 
 
@@ -143,17 +125,18 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         return _answer(service.status().fleet)
 
     @app.post(routes.ENGINES)
-    async def register(request: Request, offer: EngineOffer) -> Response:
+    async def register(request: Request, offer: routes.EngineOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "engine")) is not None:
             return refused
         await service.begun()
         url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
-        taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
+        again_s = routes.OFFER_S if count <= routes.OFFERS_AT_ONCE else routes.OFFER_S * count / routes.OFFERS_AT_ONCE
+        taken = routes.EngineTaken("joining", again_s)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
-            return _answer(EngineTaken("waiting", wait_s))
+            return _answer(routes.EngineTaken("waiting", wait_s))
         try:  # first check that the engine answers: otherwise all others would wait for it in the process group
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
@@ -169,24 +152,24 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
 
     @app.delete(routes.ENGINES)
     async def remove(engine: Annotated[str, Query()]) -> Response:
-        named = _named(service, engine)
-        if named is None:
+        url, requests = _url(service, engine), service.controller.state.engine_requests
+        if url is None and not any(request.wanted and request.name == engine for request in requests):
             return _unknown(service)
-        await service.perform(EngineRemoved(now=await service.now(), engine=named))
-        return _answer(Done("removed"))
+        await service.perform(EngineRemoved(now=await service.now(), engine=url or engine))
+        return _answer(routes.Done("removed"))
 
 
 def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.ENGINES_DRAIN)
-    async def drain(order: EngineDrain) -> Response:
+    async def drain(order: routes.EngineDrain) -> Response:
         url = _url(service, order.engine)
         if url is None:
             return _unknown(service)
         await service.perform(EngineDrainAsked(now=await service.now(), url=url, grace_s=order.grace_s))
-        return _answer(Done("draining"))
+        return _answer(routes.Done("draining"))
 
     @app.post(routes.ENGINES_REQUEST)
-    async def request_engines(start: EngineStart) -> Response:
+    async def request_engines(start: routes.EngineStart) -> Response:
         replaced = _url(service, start.replaces) if start.replaces else ""
         if replaced is None:
             return _unknown(service)
@@ -197,32 +180,37 @@ def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
         records = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
         if not records:
             why = removal_reason(service.controller.state, replaced)
-            return refusal(409, _GOING.format(url=replaced, why=why), code="engine_going", param="replaces")
-        return _answer(EngineNames(tuple(records[0]["names"])))
+            message = f"{replaced} is leaving already: {why}; to add an engine, request one that replaces none"
+            return refusal(409, message, code="engine_going", param="replaces")
+        return _answer(routes.EngineNames(tuple(records[0]["names"])))
 
 
 def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.VERIFIERS)
-    async def offer(request: Request, offer: VerifierOffer) -> Response:
+    async def offer(request: Request, offer: routes.VerifierOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "verifier")) is not None:
             return refused
         lease = VerifierLease(url=base_url(offer.url), incarnation=offer.incarnation, domains=offer.domains)
         if not service.verifiers.offer(lease):
             message = f"a run has at most {MOST_SERVICES} verifier services at a time; end one of them"
             return refusal(409, message, code="too_many_verifiers")
-        return _answer(Done("leased"))
+        return _answer(routes.Done("leased"))
 
     @app.delete(routes.VERIFIERS)
     async def withdraw(url: Annotated[str, Query(max_length=256)]) -> Response:
         service.verifiers.withdraw(base_url(url))
-        return _answer(Done("removed"))
+        return _answer(routes.Done("removed"))
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
-    return refusal(422, _ELSEWHERE.format(asker=asker, what=what), code=f"unreachable_{what}", param="url")
+    message = (
+        f"url: a loopback address only works on its own machine, but this came from {asker}: start the {what} with "
+        "--host and an address at which other machines reach it"
+    )
+    return refusal(422, message, code=f"unreachable_{what}", param="url")
 
 
 def _answer(value: msgspec.Struct) -> Response:
@@ -247,15 +235,6 @@ def _url(service: ControllerService, engine: str) -> str | None:
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
     return next((r.url for r in records if r.url == base), named[0] if len(named) == 1 else None)
-
-
-def _named(service: ControllerService, engine: str) -> str | None:
-    requested = (
-        request.name
-        for request in service.controller.state.engine_requests
-        if request.wanted and request.name == engine
-    )
-    return _url(service, engine) or next(requested, None)
 
 
 def _unknown(service: ControllerService) -> Response:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, NamedTuple, Self, final
 
 import msgspec
 
@@ -67,19 +66,12 @@ _DECODER: Final = msgspec.msgpack.Decoder(Decision | JournalSnapshot)
 _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """Contents of a journal: the state at its newest snapshot, and the decisions since then.
+class Recovered(NamedTuple):
+    """A recovered journal: the state at its newest snapshot, and the decisions since; the last must be repeated."""
 
-    The effects of the last decision, made at `now`, must be carried out again. Reports are read from `reports_offset`
-    on.
-    """
-
-    number: int
+    journal: Journal
     state: RunState
     decisions: list[Decision]
-    reports_offset: str
-    now: float
 
 
 @final
@@ -130,8 +122,8 @@ class Journal:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
             # The number is taken, maybe by this entry: the server may have stored the entry, and its answer was lost.
-            found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
-            if [entry.payload for entry in found] != [payload]:
+            stored = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
+            if [entry.payload for entry in stored] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
         self.number = number  # set after the check, so a fenced writer fails on every attempt
 
@@ -147,8 +139,8 @@ class Journal:
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
-    async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal and its contents; return None if entries are missing or cannot be read.
+    async def recover(cls, stream: Stream) -> Recovered | None:
+        """Return the journal with its contents; return None if entries are missing or cannot be read.
 
         Raises UserError if the journal has an unknown layout version.
         """
@@ -168,16 +160,10 @@ class Journal:
         decisions = [record for record in records[begin + 1 :] if isinstance(record, Decision)]
         journal = cls(stream, number=numbers[-1])
         journal._first, journal._last_snapshot = numbers[0], numbers[begin]
-        heard = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
-        journal.reports_offset = heard[-1] if heard else start.reports_offset
+        report_ids = [decision.given.entry_id for decision in decisions if isinstance(decision.given, ReportReceived)]
+        journal.reports_offset = report_ids[-1] if report_ids else start.reports_offset
         journal.now = decisions[-1].given.now if decisions else start.now
-        return journal, Recovered(
-            number=numbers[-1],
-            state=start.state,
-            decisions=decisions,
-            reports_offset=journal.reports_offset,
-            now=journal.now,
-        )
+        return Recovered(journal, start.state, decisions)
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:

@@ -68,10 +68,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.observability.status import (
-    RestartStatus,
-    RunStatus,
-)
+from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
@@ -156,7 +153,7 @@ class ControllerService:
         self._started = clock() - elapsed_s
         self._launcher_at = clock()  # as if it had just polled, so it has time for its first poll
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
-        self._asked: set[str] = set()  # engines with a poll in flight
+        self._being_polled: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
@@ -173,11 +170,11 @@ class ControllerService:
 
         Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
-        found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
-        if found is None or found[1].state.launch != self.controller.state.launch:
+        recovered = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
+        if recovered is None or recovered.state.launch != self.controller.state.launch:
             await self._begin()
         else:
-            await self._go_on(*found)
+            await self._continue(recovered)
         self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
@@ -210,13 +207,11 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Decide on an input and return the effects. If a report causes an error, restore the state and raise
-        RecordError.
-        """
+        """Decide on an input. If a report causes an error, restore the state and raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
-            if not isinstance(given, ReportReceived) or not await self._as_journaled():
+            if not isinstance(given, ReportReceived) or not await self._restore_from_journal():
                 raise
             raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
 
@@ -275,14 +270,20 @@ class ControllerService:
         await self._journal.snapshot(state)
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
-    async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
-        self._journal = journal
-        self._ahead = found.now - self._clock()
-        self.controller.state = found.state
+    def _replay(self, recovered: Recovered) -> list[Effect]:
+        """Restore the journaled state, and return the effects of the last decision."""
+        self.controller.state = recovered.state
         effects: list[Effect] = []
-        for decision in found.decisions:
+        for decision in recovered.decisions:
             effects = self.controller.decide(decision.given)
+        return effects
+
+    async def _continue(self, recovered: Recovered) -> None:
+        """Continue a dead controller's run: replay the journal, then repeat the effects of the last decision."""
+        self._journal = recovered.journal
+        number = recovered.journal.number
+        self._ahead = recovered.journal.now - self._clock()
+        effects = self._replay(recovered)
         entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
         for entry in entries:
             try:
@@ -292,23 +293,22 @@ class ControllerService:
                 continue
             if order.purpose is Purpose.TRAINING:
                 self._issued.append((parse_id(entry.entry_id)[0], order.index))
-        if found.decisions:
-            last = found.decisions[-1]
+        if recovered.decisions:
+            last = recovered.decisions[-1]
             self._next_entry, self._next_directive = last.next_prompt, last.next_directive
         else:
             self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
             self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
-        written = self._events.count_recent(decision=found.number)
+        written = self._events.count_recent(decision=number)
         for effect in effects:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
-            await self._carry_out(effect, found.number, recorded=recorded)
+            await self._carry_out(effect, number, recorded=recorded)
         # The dead controller may have finished the run without writing the run's last event.
         if self.controller.state.phase is RunPhase.FINISHED:
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
-            await self._carry_out(
-                last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
-            )
+            finish = last_word(self.controller.state, self.controller.settings)
+            await self._carry_out(finish, number, recorded=recorded)
             return
         log.warning("the controller has restarted and continues at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
@@ -351,30 +351,28 @@ class ControllerService:
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
-    async def _as_journaled(self) -> bool:
+    async def _restore_from_journal(self) -> bool:
         """Restore the state from the journal after a decision raised an error; return False if entries are missing."""
-        found = await Journal.recover(self._stream)
-        if found is None:
+        recovered = await Journal.recover(self._stream)
+        if recovered is None:
             return False
-        self.controller.state = found[1].state
-        for decision in found[1].decisions:
-            self.controller.decide(decision.given)
+        self._replay(recovered)
         return True
 
     async def _poll(self) -> None:
-        async with asyncio.TaskGroup() as asking:
+        async with asyncio.TaskGroup() as polls:
             while True:
-                self._ask_all(asking)
+                self._poll_all(polls)
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
-                        await self._make_good()
+                        await self._reissue_lost_work()
                 self._record_loads()
                 if self.controller.settings.elastic is not None:
                     await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
                 await asyncio.sleep(self._poll_s)
 
-    async def _make_good(self) -> None:
+    async def _reissue_lost_work(self) -> None:
         """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
         # Write the snapshot last. If the controller dies before the snapshot, it leaves an incomplete journal, so its
         # successor begins from the checkpoint. If the snapshot came first, the successor would not notice the loss.
@@ -383,28 +381,28 @@ class ControllerService:
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
-    def _ask_all(self, asking: asyncio.TaskGroup) -> None:
+    def _poll_all(self, polls: asyncio.TaskGroup) -> None:
         """Poll every engine that is not expelled and has no poll in flight: a slow engine must not delay the others."""
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
                 self.watch.forget(record.url)
-            elif record.url not in self._asked:
+            elif record.url not in self._being_polled:
                 able.append(record)
-        for url in self.watch.to_ask(able, now=self._now(), every_s=self._poll_s):
-            self._asked.add(url)
-            asking.create_task(self._ask(url))
+        for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
+            self._being_polled.add(url)
+            polls.create_task(self._poll_engine(url))
 
-    async def _ask(self, url: str) -> None:
+    async def _poll_engine(self, url: str) -> None:
         try:
-            found = await self._probe.metrics(url)
-            known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
-            news = self._answered(self._engine(url), EngineMetrics.model_validate(known))
+            metrics = await self._probe.metrics(url)
+            known = {name: metrics[name] for name in EngineMetrics.model_fields if name in metrics}
+            change = self._answered(self._engine(url), EngineMetrics.model_validate(known))
         except (ContractError, PipelineError, ValidationError) as error:
-            news = self._missed(self._engine(url), str(error))
-        if news is not None:
-            await self.perform(news)
-        self._asked.discard(url)
+            change = self._missed(self._engine(url), str(error))
+        if change is not None:
+            await self.perform(change)
+        self._being_polled.discard(url)
 
     def _engine(self, url: str) -> EngineRecord:
         """Return the engine's record as it is now: it may have changed while the poll was in flight."""

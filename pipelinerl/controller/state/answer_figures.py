@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import numpy as np
@@ -106,10 +106,7 @@ def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int],
 def majority_right(answers: Sequence[str], right: Sequence[bool]) -> bool:
     """Return True if the most frequent answer is correct; ties go to the answer that occurs first."""
     votes = Counter(answer for answer in answers if answer)
-    if not votes:
-        return False
-    most = max(votes.values())
-    return right[next(place for place, answer in enumerate(answers) if votes[answer] == most)]
+    return bool(votes) and right[answers.index(votes.most_common(1)[0][0])]
 
 
 def _of_each(
@@ -139,10 +136,8 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
-    return [
-        PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()
-    ]
+    estimates = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
+    return [PassAt(k=k, **asdict(each)) for k, each in estimates.items()]
 
 
 #: Two-sided 95 % quantile of the normal distribution.

@@ -97,6 +97,12 @@ class EvaluationDue:
     discarded: dict[str, int] = field(default_factory=dict)
 
 
+#: The metrics that a result has in common with `AnswerFigures`.
+_OF_THE_ANSWERS: Final = (
+    "accuracy", "low", "high", "pass_at", "majority_at", "length_mean", "length_p95", "truncated",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Accuracy over the problems of a set that have verdicts, its 95 % interval, and the weights that were evaluated.
@@ -143,11 +149,6 @@ class EvaluationResult:
     by_domain: dict[str, AnswerFigures] = field(default_factory=dict)
     by_tag: dict[str, AnswerFigures] = field(default_factory=dict)
 
-    @property
-    def without_groups(self) -> EvaluationResult:
-        """Return a copy without the metrics by domain and tag, to save memory: a run may have thousands of results."""
-        return replace(self, by_domain={}, by_tag={})
-
 
 @final
 @dataclass(slots=True, kw_only=True)
@@ -178,11 +179,6 @@ class Evaluation:
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
 
     @property
-    def problems(self) -> int:
-        """The total number of problems in the evaluation."""
-        return self.plan.problems
-
-    @property
     def complete(self) -> bool:
         """True if every problem has an answer or has failed."""
         return len(self.answers) >= self.plan.problems
@@ -193,14 +189,11 @@ class Evaluation:
 
     def accepts(self, answer: EvaluationDone) -> bool:
         """Return True if every token is of the pinned version; without a pin, accept every answer."""
-        found = (answer.epoch, answer.oldest_version, answer.newest_version)
-        return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
+        sampled_by = (answer.epoch, answer.oldest_version, answer.newest_version)
+        return self.pin is Pin.NONE or sampled_by == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index` (None if it failed); return True if the problem must be issued again.
-
-        A second answer to the same problem is ignored.
-        """
+        """Add the first answer to problem `index` (None if it failed); return True if the problem must be reissued."""
         self.heard_at = now
         if index in self.answers:
             return False
@@ -208,14 +201,14 @@ class Evaluation:
             name = self.plan.question(index)[0].name
             self.discarded[name] = self.discarded.get(name, 0) + 1
             answer = None
-        asked = self.asked.get(index, 1)
-        if answer is None and asked < self.plan.attempts:
-            self.asked[index] = asked + 1
+        attempts = self.asked.get(index, 1)
+        if answer is None and attempts < self.plan.attempts:
+            self.asked[index] = attempts + 1
             return True
         self.answers[index] = answer
         return False
 
-    def to_ask(self, window: int) -> list[int]:
+    def next_questions(self, window: int) -> list[int]:
         """Return the next problems to issue so that at most `window` are in flight, and count them as issued."""
         first, out = self.next_index, self.next_index - len(self.answers)
         self.next_index = max(first, min(self.plan.problems, first + window - out))
@@ -223,50 +216,43 @@ class Evaluation:
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
         """Return each set's result so far; `version` is the trainer's, and `seed` determines bootstrap intervals."""
-        seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
+        seed, first, results = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
-        for asked in self.plan.sets:
-            ended = [self.answers[index] for index in range(first, first + asked.problems) if index in self.answers]
-            found.append(self._result(asked, ended, steps_meanwhile=ahead, seed=seed))
-            first += asked.problems
-        return found
+        for each in self.plan.sets:
+            ended = [self.answers[index] for index in range(first, first + each.problems) if index in self.answers]
+            results.append(self._result(each, ended, steps_meanwhile=ahead, seed=seed))
+            first += each.problems
+        return results
 
     def _result(
-        self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
+        self, evaluation_set: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
     ) -> EvaluationResult:
         done = [answer for answer in ended if answer is not None]
-        figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
+        figures = figures_of(done, pass_at=evaluation_set.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)
-        unanswered = f"{failed} of {asked.problems} problems had no answer" if failed else ""
+        answerable = judged + evaluation_set.problems - len(done)
+        at_least = None if figures.accuracy is None else figures.accuracy * judged / answerable
+        unanswered = f"{failed} of {evaluation_set.problems} problems had no answer" if failed else ""
         return EvaluationResult(
             model_version=self.model_version,
-            name=asked.name,
-            place=asked.place,
-            accuracy=figures.accuracy,
-            low=figures.low,
-            high=figures.high,
-            problems=asked.problems,
-            unjudged=asked.problems - judged,
+            name=evaluation_set.name,
+            place=evaluation_set.place,
+            **{name: getattr(figures, name) for name in _OF_THE_ANSWERS},
+            problems=evaluation_set.problems,
+            unjudged=evaluation_set.problems - judged,
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
             version_max=max((answer.newest_version for answer in done), default=self.model_version),
             one_version=self.pin is not Pin.NONE,
             pin=self.pin,
             engine=self.engine,
-            samples=asked.samples,
-            temperature=asked.temperature,
-            pass_at=figures.pass_at,
-            incomplete=unanswered if len(ended) == asked.problems else self.given_up,
-            discarded=self.discarded.get(asked.name, 0),
+            samples=evaluation_set.samples,
+            temperature=evaluation_set.temperature,
+            incomplete=unanswered if len(ended) == evaluation_set.problems else self.given_up,
+            discarded=self.discarded.get(evaluation_set.name, 0),
             restarts=self.restarts,
             steps_meanwhile=steps_meanwhile,
-            at_least=None
-            if figures.accuracy is None
-            else figures.accuracy * judged / (judged + asked.problems - len(done)),
-            majority_at=figures.majority_at,
-            length_mean=figures.length_mean,
-            length_p95=figures.length_p95,
-            truncated=figures.truncated,
-            by_domain=figures_by_domain(done, pass_at=asked.pass_at, seed=seed),
+            at_least=at_least,
+            by_domain=figures_by_domain(done, pass_at=evaluation_set.pass_at, seed=seed),
             by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )
 
@@ -279,8 +265,8 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
     """Return a function that builds log samples from a report's answers. It reads no state; any thread may call it."""
     version = report.newest_version if current is None else current.model_version
-    asked = current is not None and current.concerns(report.order_id)
-    name = current.plan.question(report.index)[0].name if asked and current is not None else ""
+    is_current = current is not None and current.concerns(report.order_id)
+    name = current.plan.question(report.index)[0].name if is_current and current is not None else ""
     return lambda: [_sample(report, version, name, time)] if report.shown is not None else []
 
 

@@ -209,10 +209,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new process at `url` must wait before it may join.
-
-        It must wait if the previous processes at this URL died before they passed the canary check.
-        """
+        """Return the seconds until a process may join at `url`, where others died before passing the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0

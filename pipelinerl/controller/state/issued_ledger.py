@@ -160,14 +160,14 @@ class IssuedLedger:
         # The result is the same as with `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]
 
-    def _end(self, index: int, fate: set[int], issued_at: tuple[int, int] | None) -> None:
+    def _end(self, index: int, outcome: set[int], issued_at: tuple[int, int] | None) -> None:
         sent = self.sent.get(index)
         superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
         if superseded or self.lost(self.withdrawn & {index}):
             return
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
-            fate.add(index)
+            outcome.add(index)
             self.sent.pop(index, None)
 
 
@@ -179,10 +179,11 @@ _STEPS_OBSERVED: Final = 4
 
 @final
 class StepsAhead(msgspec.Struct, kw_only=True):
-    """How many steps' rollouts to keep in flight: as few as keep the trainer supplied, since those that wait grow old.
+    """The number of steps whose rollouts are kept in flight: just enough that the trainer does not wait for them.
 
-    Two are the least: the step that trains and the next one. If the trainer waits, the number grows in proportion to
-    the wait. If each of several steps found more groups than it took, it shrinks by the fewest left over.
+    More would only make rollouts older. The least number is two: the step that trains and the next step. If the trainer
+    waits, the number grows in proportion to the wait. If groups were left over at each of several steps, the number
+    shrinks by the fewest groups left over.
     """
 
     steps: float = 2.0
@@ -193,7 +194,7 @@ class StepsAhead(msgspec.Struct, kw_only=True):
     any_trained: bool = False
 
     def note_step(self, *, left_over: float, waited: float, most: float) -> None:
-        """Adapt to a step. Waits and groups are in steps, as is `most`, the bound of what may be in flight."""
+        """Adapt the number to a completed step, up to `most`; all arguments are in units of one step."""
         if not self.any_trained:  # the first step waited for everything to start
             self.any_trained = True
             return

@@ -126,14 +126,13 @@ class Knobs:
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
-            domains, limits = self._domains(name, value), self._limits(name, value)
+            table, _, row = name.partition(".")
             if name == "preset":
                 values.update(_preset(value))
-            elif limits:
-                table = name.partition(".")[0]
-                values[table] = values.get(table, getattr(self, table)) | limits
-            elif domains:
-                values["domain_weights"] = values.get("domain_weights", self.domain_weights) | domains
+            elif table == "domain_weights" or (table in _LIMITS and getattr(self, table)):
+                values[table] = values.get(table, getattr(self, table)) | self._rows(
+                    table, {row: value} if row else value
+                )
             else:
                 values[name] = self._converted(name, value)
         return replace(self, **values)
@@ -160,30 +159,18 @@ class Knobs:
         values["k"] = "inf" if math.isinf(self.k) else int(self.k)
         return values
 
-    def _domains(self, name: str, value: Any) -> dict[str, float]:
-        section, _, domain = name.partition(".")
-        if section != "domain_weights":
-            return {}
-        given = {domain: value} if domain else value
+    def _rows(self, table: str, given: Any) -> dict[str, float]:
+        """Return the new numbers in a table, by domain or by engine type."""
+        known, are_limits = getattr(self, table), table in _LIMITS
         if not isinstance(given, Mapping) or not given:
-            raise RecipeError(f"domain_weights must be a table of numbers by domain, got {short(value)}")
-        for each in given:
-            if each not in self.domain_weights:
-                raise RecipeError(f"unknown domain {short(each)}; domains are {', '.join(self.domain_weights)}")
-        return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
-
-    def _limits(self, name: str, value: Any) -> dict[str, int]:
-        table, _, type = name.partition(".")
-        known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
-        if not known:
-            return {}
-        given = {type: value} if type else value
-        if not isinstance(given, Mapping) or not given:
-            raise RecipeError(f"{table} must be a table of whole numbers by engine type, got {short(value)}")
+            rows = "whole numbers by engine type" if are_limits else "numbers by domain"
+            raise RecipeError(f"{table} must be a table of {rows}, got {short(given)}")
         for each in given:
             if each not in known:
-                raise RecipeError(f"unknown type {short(each)}; types that elastic.types names are {', '.join(known)}")
-        return {each: int(_number(f"{table}.{each}", number, whole=True)) for each, number in given.items()}
+                what = "type {}; types that elastic.types names" if are_limits else "domain {}; domains"
+                raise RecipeError(f"unknown {what.format(short(each))} are {', '.join(known)}")
+        numbers = {each: _number(f"{table}.{each}", number, whole=are_limits) for each, number in given.items()}
+        return {each: int(number) for each, number in numbers.items()} if are_limits else numbers
 
     def _converted(self, name: str, value: Any) -> Any:
         changeable = {name for name in (field.name for field in fields(self)) if name not in (*_FIXED, *_LIMITS)}

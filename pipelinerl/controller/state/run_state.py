@@ -6,7 +6,7 @@ A checkpoint keeps the part that is still valid after all processes have ended (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self, final
@@ -28,7 +28,7 @@ from pipelinerl.messages import (
     TrainerReady,
     VerifierFigures,
 )
-from pipelinerl.types import DomainSampling, Problem, Quota, Sampling
+from pipelinerl.types import DomainSampling, Quota, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,8 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.occupancy += occupancy
         self.polls += 1
 
-    def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the interval's measurements and begin a new interval.
-
-        Return None if the interval has not ended yet, or if no training step has ended in it.
-        """
+    def end_interval(self, *, now: float, interval_s: float) -> Figures | None:
+        """Return the interval's measurements and begin a new one; None if it has not ended, or no step ended in it."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -230,10 +227,8 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """Results, oldest first; only the latest of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
-        """Add a result, and drop the metrics by domain and tag from the previous result of the same set."""
-        of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
-        if of_it:
-            self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
+        """Add a result; of each set, only the newest keeps its metrics by domain and tag, to save memory."""
+        self.results = [replace(r, by_domain={}, by_tag={}) if r.name == result.name else r for r in self.results]
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
@@ -329,13 +324,10 @@ class RunState(msgspec.Struct, kw_only=True):
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """Return the last heartbeats of all actors that are not silent."""
-        return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
+        return [alive for alive, reported_at in self.actors.values() if now - reported_at <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights that applied when order `index` was first issued.
-
-        With these weights, a reissued order gets the same problem again.
-        """
+        """Return the domain weights at the first issue of order `index`, so that a reissue gets the same problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
@@ -361,10 +353,6 @@ class RunState(msgspec.Struct, kw_only=True):
     def quota_of(self, index: int) -> Quota:
         """Return the quota in force when order `index` was first issued."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
-
-    def choose_problem(self, index: int, draw: Callable[[int], Problem]) -> Problem:
-        """Return the problem of order `index`; for `draw` see `Cooldown.choose`."""
-        return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
         """Restrict domain weights to the current domains, since the recipe may have been edited."""

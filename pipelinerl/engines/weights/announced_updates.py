@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from inference_contract.errors import ContractError
 from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl import rng
-from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, decode_announcement, encode_struct
+from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, decode_announcement, encode
 from pipelinerl.streams.stream import Entry, Stream
 
 log = logging.getLogger("pipelinerl")
@@ -108,4 +108,4 @@ class AnnouncedUpdates:
         return prepare
 
     async def _say(self, taken: WeightsTaken) -> None:
-        await self._stream.append(TAKEN, [encode_struct(taken)])
+        await self._stream.append(TAKEN, [encode(taken)])

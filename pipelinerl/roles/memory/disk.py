@@ -78,9 +78,7 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | No
     if needed <= free or free == 0:  # a pseudo file system reports 0; if it is full, creating the directory fails
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
-    fewer = {"keep": 1, "keep_best": 0}
-    changed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=fewer)})
-    least = max(0, run_bytes(changed, predicted) - written)
+    least = max(0, run_bytes(config.changed("checkpoint", keep=1, keep_best=0), predicted) - written)
     if kept > 1 and least <= free:
         remedy = f"set checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
     else:
@@ -126,7 +124,7 @@ def _with_dtype(config: RunConfig) -> RunConfig:
         return config
     if model_dtype(config.model.resolved) is WeightDType.FLOAT32:
         return config
-    return config.model_copy(update={"engine": section.model_copy(update={"dtype": WeightDType.FLOAT32})})
+    return config.changed("engine", dtype=WeightDType.FLOAT32)
 
 
 def _with_precision(config: RunConfig) -> RunConfig:
@@ -135,8 +133,7 @@ def _with_precision(config: RunConfig) -> RunConfig:
         return config
     is_fast = section.type in _CASTING and on_accelerator(section.device)
     is_half = is_fast and model_dtype(config.model.resolved) is WeightDType.BFLOAT16
-    precision = Precision.BF16 if is_half else Precision.FP32
-    return config.model_copy(update={"trainer": section.model_copy(update={"precision": precision})})
+    return config.changed("trainer", precision=Precision.BF16 if is_half else Precision.FP32)
 
 
 def _with_tokens(config: RunConfig, limits: Mapping[str, int]) -> RunConfig:
@@ -146,12 +143,8 @@ def _with_tokens(config: RunConfig, limits: Mapping[str, int]) -> RunConfig:
     usable = {kind: int(size * _USED) for kind, size in limits.items()}
     tokens = MOST_TOKENS
     while tokens > _LEAST_TOKENS and predicted.trainer is not None:
-        tried = _with_budget(config, tokens)
+        tried = config.changed("trainer", micro_batch_tokens=tokens)
         if fits(replace(predicted, trainer=predict(tried, objective_of(tried)).trainer), limits=usable):
             break
         tokens //= 2
-    return _with_budget(config, tokens)
-
-
-def _with_budget(config: RunConfig, tokens: int) -> RunConfig:
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch_tokens": tokens})})
+    return config.changed("trainer", micro_batch_tokens=tokens)

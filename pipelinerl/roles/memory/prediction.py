@@ -7,9 +7,9 @@ servers, cannot be predicted and is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Final
 
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.memory_budget import budget_of
@@ -93,30 +93,6 @@ class EngineMemory:
         return self.shape.count * BYTES[self.dtype] + converted
 
 
-class Footprint(Protocol):
-    """The memory that a process needs on each of its devices, and on the host."""
-
-    @property
-    def parts(self) -> Mapping[str, int]:
-        """Bytes on each device at the peak, by purpose (weights, gradients, …)."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """Bytes on each device at the peak."""
-        ...
-
-    @property
-    def least(self) -> int:
-        """Bytes without which the process does not start."""
-        ...
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory, in addition to `total`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPrediction:
     """Memory of the trainer and of each engine; None for a type whose memory cannot be predicted."""
@@ -126,11 +102,17 @@ class MemoryPrediction:
     engines: int
 
     @property
-    def by_process(self) -> dict[str, Footprint]:
-        """The predicted footprints, by kind of process."""
-        footprints: dict[str, Footprint] = {}
-        footprints |= {} if self.trainer is None else {"trainer": self.trainer}
-        return footprints if self.engine is None else footprints | {"engine": self.engine}
+    def by_process(self) -> dict[str, TrainerMemory | EngineMemory]:
+        """The memory of each process whose memory can be predicted, by kind of process."""
+        memory = {"trainer": self.trainer, "engine": self.engine}
+        return {kind: its for kind, its in memory.items() if its is not None}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all processes on a machine without GPUs, which share its memory."""
+        trainer, engine = self.trainer, self.engine
+        trainers = 0 if trainer is None else (trainer.total + trainer.host) * trainer.shards
+        return trainers + (0 if engine is None else (engine.total + engine.host) * self.engines)
 
 
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
@@ -151,7 +133,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     section = config.trainer
     if section.type != "torch":
         return None
-    lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
+    lora, mesh = lora_of(section.options), mesh_of(section.options)
     optimizer, longest = optimizer_of(section.options), config.engine.context_length
     tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
     answer_share = min(1.0, config.sampling.max_tokens / longest)
@@ -213,87 +195,60 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
             left = its.parts["keys and values"] - (its.total - limit)
             yield f"{kind}: keys and values take what is left of {gib(limit)}, {gib(left)}"
         elif limit is not None and its.total > limit:
-            yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
-    whole, limit = _of_all(prediction), limits.get("all")
-    if limit is not None and whole > limit:
-        advice = _advice(_Together(prediction), limit)
-        yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine; {advice}"
+            changes = _trainer_changes(its) if isinstance(its, TrainerMemory) else _engine_changes(its)
+            advice = _advice(((name, changed.total) for name, changed in changes), limit)
+            yield f"{kind}: more than the {gib(limit)} that it has; {advice}"
+    limit = limits.get("all")
+    if limit is not None and prediction.total > limit:
+        yield (
+            f"all processes together: {gib(prediction.total)}, more than the {gib(limit)} of this machine; "
+            f"{_advice(_changes(prediction), limit)}"
+        )
 
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
     """Return True if every process is within its own limit, and the sum of all processes within the limit `all`."""
     each = [its.least <= limits.get(kind, its.least) for kind, its in prediction.by_process.items()]
-    return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
+    return all(each) and prediction.total <= limits.get("all", math.inf)
 
 
-def _of_all(prediction: MemoryPrediction) -> int:
-    its = prediction.trainer
-    trainer = 0 if its is None else (its.total + its.host) * its.shards
-    return trainer + (
-        0 if prediction.engine is None else (prediction.engine.total + prediction.engine.host) * prediction.engines
-    )
+def _advice(changes: Iterable[tuple[str, int]], limit: int) -> str:
+    """Return advice: every single change of `changes` with which the process fits, or else the one that saves most.
 
-
-def _advice(footprint: Footprint, limit: int) -> str:
-    """Return advice: every single change with which the process fits, or else the change that saves the most memory."""
-    tried = list(_changes(footprint))
+    `changes` has the recipe's `key=value` of each change, and the bytes that the process then needs.
+    """
+    tried = list(changes)
     # For each key of the recipe, the smallest change of the key with which the process fits.
     enough: dict[str, str] = {}
-    for name, changed in tried:
-        if changed.total <= limit:
-            enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
+    for name, total in tried:
+        if total <= limit:
+            enough.setdefault(name.partition("=")[0], f"{name} ({gib(total)})")
     if enough:
         return f"it would fit with {', or with '.join(enough.values())}"
     if not tried:
         return "use a larger device"
-    name, least = min(tried, key=lambda each: each[1].total)
-    return f"no single knob is enough; the best is {name} ({gib(least.total)}): change several, or use more devices"
+    name, least = min(tried, key=lambda each: each[1])
+    return f"no single knob is enough; the best is {name} ({gib(least)}): change several, or use more devices"
 
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """The footprint of all processes of a machine without GPUs together."""
-
-    prediction: MemoryPrediction
-
-    @property
-    def parts(self) -> Mapping[str, int]:
-        return {"processes": self.total}
-
-    @property
-    def total(self) -> int:
-        return _of_all(self.prediction)
-
-    @property
-    def least(self) -> int:
-        return self.total
-
-    @property
-    def host(self) -> int:
-        return 0
+def _changes(prediction: MemoryPrediction) -> Iterator[tuple[str, int]]:
+    if (trainer := prediction.trainer) is not None:
+        for name, fewer in _trainer_changes(trainer):
+            if fewer.shards == trainer.shards:
+                yield name, replace(prediction, trainer=fewer).total
+    if prediction.engine is not None:
+        for name, smaller in _engine_changes(prediction.engine):
+            yield name, replace(prediction, engine=smaller).total
 
 
-def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
-    if isinstance(footprint, TrainerMemory):
-        yield from _trainer_changes(footprint)
-    elif isinstance(footprint, _Together):
-        its = footprint.prediction
-        if its.trainer is not None:
-            for name, changed in _trainer_changes(its.trainer):
-                if isinstance(changed, TrainerMemory) and changed.shards == its.trainer.shards:
-                    yield name, _Together(replace(its, trainer=changed))
-        if its.engine is not None:
-            for name, changed in _changes(its.engine):
-                if isinstance(changed, EngineMemory):
-                    yield name, _Together(replace(its, engine=changed))
-    elif isinstance(footprint, EngineMemory):
-        for slots in _halves(footprint.slots, 8):
-            yield f"engine.slots={slots}", replace(footprint, slots=slots)
-        if footprint.dtype is WeightDType.FLOAT32:
-            yield "engine.dtype=bfloat16", replace(footprint, dtype=WeightDType.BFLOAT16)
+def _engine_changes(engine: EngineMemory) -> Iterator[tuple[str, EngineMemory]]:
+    for slots in _halves(engine.slots, 8):
+        yield f"engine.slots={slots}", replace(engine, slots=slots)
+    if engine.dtype is WeightDType.FLOAT32:
+        yield "engine.dtype=bfloat16", replace(engine, dtype=WeightDType.BFLOAT16)
 
 
-def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
+def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, TrainerMemory]]:
     if not trainer.checkpointing:
         yield "trainer.gradient_checkpointing=true", replace(trainer, checkpointing=True)
     for tokens in _halves(trainer.tokens, 1024):
@@ -318,15 +273,9 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
             yield f"trainer.options.mesh.cp={shards}", replace(trainer, shards=shards, cp=shards)
 
 
-def _halves(number: int, least: int) -> Sequence[int]:
-    halves = []
+def _halves(number: int, least: int) -> Iterator[int]:
     while (number := number // 2) >= least:
-        halves.append(number)
-    return halves
-
-
-def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "distributed"}
+        yield number
 
 
 def gib(size: int) -> str:

@@ -145,9 +145,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of the model's weights; on a mesh, of this process's shard, two gathered layers and the parameters
-        outside of layers.
-        """
+        """Bytes of the weights; on a mesh, of a shard, two gathered layers and the parameters outside of layers."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.elastic import Want, changed, verdict, weighed
+from pipelinerl.controller.decisions.elastic import Want, next_change, note_change, suggestion
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.service.journal import Decision
 from pipelinerl.controller.state.fleet import EngineLifecycle
@@ -161,12 +161,12 @@ def test_engines_are_removed_one_by_one_when_work_decreases() -> None:
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
 def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, engines: int) -> None:
     """The remaining engines take over the work of the removed engine, and their occupancy stays below `busy`."""
-    if verdict(RULE, figures, engines=engines) is not Want.FEWER:
+    if suggestion(RULE, figures, engines=engines) is not Want.FEWER:
         return
     assert engines > 1
     occupancy = min(1.0, figures.occupancy * engines / (engines - 1))
     after = msgspec.structs.replace(figures, occupancy=occupancy)
-    assert verdict(RULE, after, engines=engines - 1) is not Want.MORE
+    assert suggestion(RULE, after, engines=engines - 1) is not Want.MORE
     assert occupancy < RULE.busy
 
 
@@ -182,14 +182,14 @@ def test_number_of_engines_changes_only_after_consecutive_equal_verdicts_and_a_s
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
     for now, (waiting, occupancy, stale) in enumerate(found):
         figures = Figures(waiting=waiting, occupancy=occupancy, stale=stale)
-        verdicts.append(verdict(rule, figures, engines=3))
-        want = weighed(rule, memory, figures, engines=3, now=float(now))
+        verdicts.append(suggestion(rule, figures, engines=3))
+        want = next_change(rule, memory, figures, engines=3, now=float(now))
         if want is not Want.SAME:
             since = max((at for at, _ in decided), default=-1)
             assert verdicts[-rule.patience :] == [want] * rule.patience and now - since >= rule.patience
             assert not decided or now - decided[-1][0] >= rule.settle_s
             decided.append((now, want))
-            changed(memory, now=float(now))
+            note_change(memory, now=float(now))
 
 
 def test_dry_run_of_scaling_only_records_its_decisions() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.types import DomainSampling, IssuedAt, Message, Problem, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Message, Problem, Sampling
 
 OWN = DomainSampling(
     group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
@@ -28,35 +28,31 @@ def factory() -> PromptOrderFactory:
         seed=3,
         sampling=Sampling(num_samples=4, max_tokens=20, stop=("!",)),
         by_domain={"own": OWN, "other": DomainSampling()},
-        training_problem=lambda index, weights, quota: problem_of(index),
         held_out_problem=lambda name, index: replace(problem_of(index), problem_id=f"{name} {index}"),
     )
 
 
 def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob() -> None:
-    own, other = (
-        factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4), issued_at=IssuedAt())
-        for i in (0, 1)
-    )
+    own, other = (factory().training(i, problem_of(i), temperature=0.9, issued_at=IssuedAt()) for i in (0, 1))
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
 def test_evaluation_orders_use_the_settings_of_their_domain_but_the_temperature_of_their_evaluation_set() -> None:
-    own, other = (factory().asking(plan(), index, version=0, number=1) for index in (0, 1))
+    own, other = (factory().evaluation(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
-    assert factory().asking(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
+    assert factory().evaluation(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
 
 
 def test_evaluation_problem_is_sampled_the_same_regardless_of_other_evaluation_sets() -> None:
     """Only the index of the problem's order depends on the other evaluation sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
-    beside = [factory().asking(plan(other), index, version=2, number=1) for index in range(5)]
+    beside = [factory().evaluation(plan(other), index, version=2, number=1) for index in range(5)]
     assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]
     assert [order.order_id for order in beside][3] == "eval-2-1-000003"
     assert {order.sampling.num_samples for order in beside[:3]} == {6} and beside[0].sampling.max_tokens == 4
-    alone = factory().asking(plan(), 1, version=2, number=1)
+    alone = factory().evaluation(plan(), 1, version=2, number=1)
     assert (alone.seed, alone.sampling, alone.problem) == (beside[4].seed, beside[4].sampling, beside[4].problem)

@@ -64,7 +64,7 @@ def test_every_engine_of_a_small_fleet_is_polled_each_time() -> None:
     records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
     watch = EngineWatch()
     for now in (0.0, 1.0):
-        assert sorted(watch.to_ask(records, now=now, every_s=1.0)) == [record.url for record in records]
+        assert sorted(watch.to_poll(records, now=now, every_s=1.0)) == [record.url for record in records]
 
 
 def test_engines_of_a_large_fleet_are_polled_in_turns() -> None:
@@ -72,7 +72,7 @@ def test_engines_of_a_large_fleet_are_polled_in_turns() -> None:
     suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
     watch, times = EngineWatch(), dict[str, list[int]]()
     for now in range(40):
-        chosen = watch.to_ask([*records, suspect], now=float(now), every_s=1.0)
+        chosen = watch.to_poll([*records, suspect], now=float(now), every_s=1.0)
         assert len(chosen) == POLLS_PER_S + 1 and chosen[0] == suspect.url, "whoever was missed is asked each time"
         for url in chosen[1:]:
             times.setdefault(url, []).append(now)

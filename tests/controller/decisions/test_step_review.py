@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.step_review import (
-    THRESHOLDS,
+    LENGTH_GROWTH,
+    LOW_ENTROPY,
+    MOSTLY_RIGHT,
+    RECENT_STEPS,
+    STALE_SHARE,
+    TRUNCATED_SHARE,
     AlarmKind,
     alarms_of,
     note_outdated,
@@ -124,8 +129,8 @@ def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list
 
 
 def test_alarm_thresholds_match_the_documentation() -> None:
-    assert (THRESHOLDS.entropy, THRESHOLDS.right, THRESHOLDS.length) == (0.1, 0.9, 2.0)
-    assert (THRESHOLDS.truncated, THRESHOLDS.stale, THRESHOLDS.recent_steps) == (0.2, 0.1, 5)
+    assert (LOW_ENTROPY, MOSTLY_RIGHT, LENGTH_GROWTH) == (0.1, 0.9, 2.0)
+    assert (TRUNCATED_SHARE, STALE_SHARE, RECENT_STEPS) == (0.2, 0.1, 5)
 
 
 def test_run_that_learns_raises_no_alarm() -> None:

@@ -279,14 +279,14 @@ async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
     await journal.snapshot(controller().state)
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     found = await Journal.recover(stream)
-    assert found is not None and len(found[1].decisions) == 1 and await journal.whole()
+    assert found is not None and len(found.decisions) == 1 and await journal.whole()
     journal.number += 1  # skip a number, as if the stream server had lost an entry
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert not await journal.whole()
     assert await Journal.recover(stream) is None
     await journal.snapshot(controller().state)
     found = await Journal.recover(stream)
-    assert await journal.whole() and found is not None and found[1].decisions == []
+    assert await journal.whole() and found is not None and found.decisions == []
     assert await stream.length(JOURNAL) == 1
 
 
@@ -301,7 +301,7 @@ async def test_journal_restores_the_whole_state_of_the_controller() -> None:
     await journal.snapshot(made.state)
     found = await Journal.recover(stream)
     assert found is not None
-    assert found[1].state == made.state
+    assert found.state == made.state
 
 
 @pytest.mark.parametrize("start", Start)

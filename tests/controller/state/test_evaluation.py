@@ -116,14 +116,14 @@ def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version() 
 
 def test_number_of_evaluation_orders_in_flight_stays_within_the_given_limit() -> None:
     asked = evaluation(5)
-    assert asked.to_ask(2) == [0, 1]
-    assert asked.to_ask(2) == []
+    assert asked.next_questions(2) == [0, 1]
+    assert asked.next_questions(2) == []
     asked.add(1, answer(1), now=1.0)
-    assert asked.to_ask(2) == [2]
-    assert asked.to_ask(0) == []
+    assert asked.next_questions(2) == [2]
+    assert asked.next_questions(0) == []
     asked.add(0, answer(0), now=1.0)
-    assert asked.to_ask(9) == [3, 4]
-    assert asked.to_ask(9) == []
+    assert asked.next_questions(9) == [3, 4]
+    assert asked.next_questions(9) == []
 
 
 def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
@@ -152,7 +152,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
 
 def test_evaluation_sets_that_are_evaluated_together_have_separate_metrics() -> None:
     asked = of_two_sets(attempts=2)
-    assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
+    assert (asked.plan.problems, asked.next_questions(9)) == (4, [0, 1, 2, 3])
     asked.add(0, answer(0, correct=1), now=1.0)
     assert asked.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
     asked.add(1, answer(1), now=1.0)

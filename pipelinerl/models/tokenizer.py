@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
@@ -51,20 +51,6 @@ _WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
     "{{% for message in messages %}}{{{{ message.content }}}}{{{{ '\\n' }}}}{{% endfor %}}"
 )
-
-
-class ChatTurn(Protocol):
-    """One message, such as `pipelinerl.types.Message` or the contract's `ChatMessage`."""
-
-    @property
-    def role(self) -> str:
-        """The role: `system`, `user`, `assistant`, …"""
-        ...
-
-    @property
-    def content(self) -> Any:
-        """The text of the turn."""
-        ...
 
 
 @final
@@ -110,7 +96,7 @@ class ChatTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[ChatTurn],
+        messages: Sequence[Message | ChatMessage],
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
@@ -132,7 +118,7 @@ class ChatTokenizer:
 
     def encode_continuation(
         self,
-        messages: Sequence[ChatTurn],
+        messages: Sequence[Message | ChatMessage],
         first_new: int,
         token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
@@ -165,7 +151,7 @@ class ChatTokenizer:
         form = self.call_format
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
-    def _turn(self, row: int, message: ChatTurn) -> Turn:
+    def _turn(self, row: int, message: Message | ChatMessage) -> Turn:
         """Return a message in the template's form; `developer` becomes `system` if the template lacks that role."""
         turn: Turn = {"role": message.role, "content": message.content}
         if message.role == "developer" and "developer" not in self._template_source:

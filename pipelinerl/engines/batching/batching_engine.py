@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from inference_contract.errors import ContextExceeded, ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
@@ -47,9 +47,7 @@ from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.model_runner import Capacity, ModelRunner, Scheduler
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.sequence import (
-    Decoder,
     Delivery,
-    Detokenizer,
     NewTokens,
     Request,
     TextWindow,
@@ -63,6 +61,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.layout import converted_by
 
 #: The longest time that `close` waits for the loop's thread to finish its step, in seconds.
@@ -76,46 +75,6 @@ _NO_SCORES: Final = (
     "with the torch engine"
 )
 _CLOSING: Final = "the engine is closing; send the request to another one"
-
-
-class Tokenizer(Decoder, Protocol):
-    """Tokenizer interface of the engine; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end a sample; the answer's text omits them."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        template_kwargs: Mapping[str, Any] = ...,
-        tools: Sequence[ToolDefinition] = ...,
-    ) -> list[int]:
-        """Tokenise a conversation with the chat template, including the opening of the assistant's turn."""
-        ...
-
-    def encode_continuation(
-        self,
-        messages: Sequence[ChatMessage],
-        first_new: int,
-        token_ids: Sequence[int],
-        template_kwargs: Mapping[str, Any] = ...,
-        tools: Sequence[ToolDefinition] = ...,
-    ) -> list[int]:
-        """Tokenise a conversation whose first messages have known tokens.
-
-        `token_ids` are the tokens of all messages before `messages[first_new]`; they are kept unchanged.
-        """
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a plain text, without the chat template."""
-        ...
-
-    def detokenizer(self) -> Detokenizer:
-        """Return a fresh incremental detokenizer."""
-        ...
 
 
 @final
@@ -136,7 +95,7 @@ class BatchingEngine:
         *,
         load: Callable[[], ModelRunner] | None = None,
         loop: LoopBuilder | None = None,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         endpoints: EndpointFactory = IN_PROCESS,
         continuation: Continuation = Continuation.SAME_NOISE,
         prefill_tokens: int = 8192,

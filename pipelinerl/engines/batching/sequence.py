@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, final
+from typing import Literal, final
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from inference_contract.schemas import (
 )
 from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
 from pipelinerl.engines.batching.logit_changes import LogitChange
+from pipelinerl.models.tokenizer import ChatTokenizer, IncrementalDetokenizer
 from pipelinerl.models.tool_calls import ParsedAnswer
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
@@ -44,25 +45,13 @@ from trainer_contract.types import Experts
 TopTokens = list[tuple[int, float]]
 
 
-class Detokenizer(Protocol):
-    """Converter of token ids to text, one token at a time; holds back incomplete characters."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, possibly empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text that is still held back."""
-        ...
-
-
 @final
 class TextWindow:
     """The growing text of one sample, cut before the first of the strings `stops` that appears in it."""
 
     __slots__ = ("_detokenizer", "_longest_stop", "_shown", "_stopped", "_stops", "text")
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stops: tuple[str, ...]) -> None:
         self.text = ""
         self._detokenizer = detokenizer
         self._stops = stops
@@ -284,25 +273,13 @@ class Delivery:
     error: ContractError | None = None
 
 
-class Decoder(Protocol):
-    """Converter of token ids to text."""
-
-    def decode(self, token_ids: Items[int]) -> str:
-        """Return the text of `token_ids`."""
-        ...
-
-    def parse_answer(self, text: str, tools: Items[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """Return the content and the tool calls of an answer's text."""
-        ...
-
-
-def completion(chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
+def completion(chat: ChatCompletionRequest, request: Request, model: str, tokenizer: ChatTokenizer) -> ChatCompletion:
     """Return the whole response; its `model_version` is the newest version that sampled any of its tokens."""
     return ChatCompletion(
         id=request.request_id,
         created=int(time.time()),
         model=model,
-        choices=[_choice(chat, sequence, decoder) for sequence in request.sequences],
+        choices=[_choice(chat, sequence, tokenizer) for sequence in request.sequences],
         usage=usage(request),
         prompt_token_ids=request.prompt_token_ids if chat.return_token_ids else None,
         prompt_routed_experts=_prompt_routed(request),
@@ -318,13 +295,13 @@ def usage(request: Request) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
-def _choice(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> Choice:
-    returned, answer = chat.return_token_ids, _answer(chat, sequence, decoder)
+def _choice(chat: ChatCompletionRequest, sequence: Sequence, tokenizer: ChatTokenizer) -> Choice:
+    returned, answer = chat.return_token_ids, _answer(chat, sequence, tokenizer)
     return Choice(
         index=sequence.index,
         message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
         finish_reason=_reason(sequence.finish_reason or FinishReason.ABORT, answer),
-        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if chat.logprobs else None,
+        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, tokenizer) if chat.logprobs else None,
         token_ids=sequence.token_ids if returned else None,
         token_logprobs=sequence.logprobs if returned else None,
         version_spans=sequence.spans() if returned else None,
@@ -342,13 +319,13 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
     return None if request.prompt_routed is None else on_the_wire(request.prompt_routed)
 
 
-def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
+def _answer(chat: ChatCompletionRequest, sequence: Sequence, tokenizer: ChatTokenizer) -> ParsedAnswer:
     """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
-    text, tools = _text(sequence, decoder), offered_tools(chat)
+    text, tools = _text(sequence, tokenizer), offered_tools(chat)
     if not tools:
         return ParsedAnswer(text)
     token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
-    return decoder.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
+    return tokenizer.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
 
 
 def _reason(reason: FinishReason, answer: ParsedAnswer) -> FinishReason:
@@ -368,27 +345,29 @@ def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) ->
     return Delta(role=role, content=answer.content or None, tool_calls=calls or None)
 
 
-def _text(sequence: Sequence, decoder: Decoder) -> str:
+def _text(sequence: Sequence, tokenizer: ChatTokenizer) -> str:
     if sequence.text is not None:
         sequence.text.close()
         return sequence.text.text
     token_ids = sequence.prefix + sequence.token_ids
     if token_ids and token_ids[-1] in sequence.request.stop_ids:
         token_ids = token_ids[:-1]
-    return decoder.decode(token_ids)
+    return tokenizer.decode(token_ids)
 
 
-def _logprobs(token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], decoder: Decoder) -> ChoiceLogprobs:
+def _logprobs(
+    token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], tokenizer: ChatTokenizer
+) -> ChoiceLogprobs:
     content = []
     for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        token = decoder.decode([token_id])
-        likeliest = [_top_logprob(*pair, decoder) for pair in top[place]] if top else []
+        token = tokenizer.decode([token_id])
+        likeliest = [_top_logprob(*pair, tokenizer) for pair in top[place]] if top else []
         content.append(TokenLogprob(token=token, logprob=logprob, bytes=list(token.encode()), top_logprobs=likeliest))
     return ChoiceLogprobs(content=content)
 
 
-def _top_logprob(token_id: int, logprob: float, decoder: Decoder) -> TopLogprob:
-    token = decoder.decode([token_id])
+def _top_logprob(token_id: int, logprob: float, tokenizer: ChatTokenizer) -> TopLogprob:
+    token = tokenizer.decode([token_id])
     return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
 
 
@@ -401,7 +380,7 @@ def first_chunk(chat: ChatCompletionRequest, request: Request, model: str, versi
 
 
 def token_chunk(
-    chat: ChatCompletionRequest, request: Request, model: str, token: SampledToken, decoder: Decoder
+    chat: ChatCompletionRequest, request: Request, model: str, token: SampledToken, tokenizer: ChatTokenizer
 ) -> ChatCompletionChunk:
     """Return the chunk for one token of one choice."""
     token_ids = [] if token.token_id is None else [token.token_id]
@@ -413,13 +392,13 @@ def token_chunk(
         delta = Delta()
         if reason is not None:
             sequence = next(each for each in request.sequences if each.index == token.index)
-            answer = _answer(chat, sequence, decoder)
+            answer = _answer(chat, sequence, tokenizer)
             delta, reason = _delta(answer), _reason(reason, answer)
     choice = ChunkChoice(
         index=token.index,
         delta=delta,
         finish_reason=reason,
-        logprobs=_logprobs(token_ids, logprobs, top, decoder) if chat.logprobs else None,
+        logprobs=_logprobs(token_ids, logprobs, top, tokenizer) if chat.logprobs else None,
         token_ids=token_ids if returned else None,
         token_logprobs=logprobs if returned else None,
         version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
@@ -432,12 +411,12 @@ def token_chunk(
 class NewTokens:
     """Reader of the tokens sampled since the last `take`; a choice's text is sent once, when the choice ends."""
 
-    def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
+    def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, tokenizer: ChatTokenizer) -> None:
         self.version = 0
         self._chat = chat
         self._request = request
         self._model = model
-        self._decoder = decoder
+        self._tokenizer = tokenizer
         self._sent = [0] * len(request.sequences)
         self._ended = [False] * len(request.sequences)
         self._opened = False
@@ -465,13 +444,13 @@ class NewTokens:
         role: Literal["assistant"] | None = "assistant" if start == 0 else None
         delta = Delta(role=role)
         if reason is not None:
-            answer = _answer(self._chat, sequence, self._decoder)
+            answer = _answer(self._chat, sequence, self._tokenizer)
             delta, reason = _delta(answer, role=role), _reason(reason, answer)
         return ChunkChoice.model_construct(  # skip validation, which is slow here; the values are trusted
             index=sequence.index,
             delta=delta,
             finish_reason=reason,
-            logprobs=_logprobs(token_ids, logprobs, sequence.top[start:end], self._decoder)
+            logprobs=_logprobs(token_ids, logprobs, sequence.top[start:end], self._tokenizer)
             if self._chat.logprobs
             else None,
             token_ids=token_ids if returned else None,

@@ -23,11 +23,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Final, Protocol, final
+from typing import Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
 from inference_contract.routed_experts import RoutedExperts
@@ -41,13 +41,13 @@ from inference_contract.schemas import (
     ChunkChoice,
     Continuation,
     FinishReason,
-    Health,
     Span,
     StreamOptions,
     Usage,
 )
 from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl import rng
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.types import Answered
 
@@ -287,22 +287,6 @@ _FAULTS: Final = 3
 NEAR_TOKENS: Final = 8192
 
 
-class ChatClient(Protocol):
-    """Client interface of the pool; `EngineClient` satisfies it."""
-
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return one whole completion."""
-        ...
-
-    def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield one completion in chunks."""
-        ...
-
-    async def health(self, url: str) -> Health:
-        """Return the engine's health, including its support for continuations."""
-        ...
-
-
 def cost(request: ChatCompletionRequest) -> int:
     """Return the most tokens that a request makes an engine compute: the prompt once, and each sample to its limit."""
     prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
@@ -317,7 +301,7 @@ class EnginePool:
 
     def __init__(
         self,
-        client: ChatClient,
+        client: EngineClient,
         urls: Iterable[str] = (),
         *,
         deadline_s: float = 600.0,

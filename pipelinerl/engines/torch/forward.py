@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,6 @@ from pipelinerl.models.checkpoint import load_model
 from trainer_contract.types import Kernels, WeightDType
 
 
-class Forward(Protocol):
-    """Interface between a runner and the forward pass of its model."""
-
-    def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
-        ...
-
-    def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
-        ...
-
-
 class ForwardKind(StrEnum):
     """`auto` uses the module-free forward where the model fits it; `modules` always runs transformers' modules."""
 
@@ -40,7 +28,9 @@ class ForwardKind(StrEnum):
     MODULES = "modules"
 
 
-def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int, kernels: Kernels = Kernels.FAST) -> Forward:
+def forward_of(
+    model: nn.Module, kind: ForwardKind, *, context_length: int, kernels: Kernels = Kernels.FAST
+) -> LlamaForward | ModuleForward:
     """Return the forward of `model` for sequences of at most `context_length` tokens."""
     if kind is ForwardKind.AUTO and LlamaForward.fits(model):
         return LlamaForward(model, context_length=context_length, kernels=kernels)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence as Items
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import pytest
 
@@ -16,7 +16,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
-from pipelinerl.engines.batching.sequence import Detokenizer, Request, Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, Sampled, Step, sample_id
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
@@ -81,7 +81,7 @@ class ScriptedCore:
 
 
 class Letters:
-    """A `Tokenizer` with a letter for each token."""
+    """A stand-in for `ChatTokenizer` with a letter for each token."""
 
     eos_token_ids = frozenset({STOP})
 
@@ -94,7 +94,7 @@ class Letters:
     def decode(self, token_ids: Items[int]) -> str:
         return "x" * len(token_ids)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> NoReturn:
         raise AssertionError("nothing is streamed")
 
 

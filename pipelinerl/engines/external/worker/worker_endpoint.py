@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,20 +45,10 @@ from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory,
 from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, UpdateError
 
+if TYPE_CHECKING:
+    from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+
 _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
-
-
-class SharedRoom(Protocol):
-    """Memory behind the staging buffer that both processes map: a part of `torch_shared_bytes.SharedBytes`."""
-
-    @property
-    def further(self) -> Any:
-        """The memory as flat u8; only its reserved parts may be read or written."""
-        ...
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`. Raises `OSError` if there is not enough memory."""
-        ...
 
 
 @final
@@ -68,9 +58,9 @@ class WorkerEndpointFactory:
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
         self._line: socket.socket | None = None
-        self._shared: SharedRoom | None = None
+        self._shared: SharedBytes | None = None
 
-    def lend(self, shared: SharedRoom) -> None:
+    def lend(self, shared: SharedBytes) -> None:
         """Set the memory that the worker maps behind the staging buffer."""
         self._shared = shared
 

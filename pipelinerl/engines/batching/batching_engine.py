@@ -62,6 +62,7 @@ from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.background import tell
 from pipelinerl.weights.layout import converted_by
 
 #: The longest time that `close` waits for the loop's thread to finish its step, in seconds.
@@ -302,11 +303,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # the body of `pipelinerl.system.background.tell`, inlined to save a function call per step
-            self._events.call_soon_threadsafe(self._deliver, deliveries)
-        except RuntimeError:
-            if not self._events.is_closed():
-                raise
+        tell(self._events, self._deliver, deliveries)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
@@ -340,8 +337,8 @@ class BatchingEngine:
         """Prepare the filled `staging` for a quick `commit`; called on the receiving thread."""
         self._started().finish_staging()
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is ignored."""
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+        """Serve the staged weights from the next step on; return the pause in seconds."""
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:

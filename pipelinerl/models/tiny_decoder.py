@@ -10,7 +10,8 @@ domain that reaches its reward early gets less data until the others catch up. N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -18,22 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipelinerl import rng
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
-
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Problem
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN)
@@ -112,8 +105,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of `vocab` tokens on `texts`, one token per digit; it encodes every text exactly."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,16 +114,12 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS],
+        special_tokens=_added(SPECIAL_TOKENS, special=True),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return _with_template(backend)
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -139,15 +127,26 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
     Text over the alphabet is decoded exactly; other characters become `<|unk|>`.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    backend.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])
+    backend.add_special_tokens(_added(SPECIAL_TOKENS, special=True))
+    backend.add_tokens(_added(phrases, special=False))
+    return _with_template(backend)
+
+
+def _added(texts: Sequence[str], *, special: bool) -> list[AddedToken]:
+    from tokenizers import AddedToken
+
+    return [AddedToken(text, normalized=False, special=special) for text in texts]
+
+
+def _with_template(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )

@@ -227,7 +227,8 @@ class DecodeLoop:
             return
         computed = [each for each in admissions if each.sibling is None]
         self._score_prompts(computed)
-        prefills = [_prefill(each) for each in computed]
+        # The last token has no prefill: the next step feeds it.
+        prefills = [Prefill(each.sequences[0].context[:-1], each.rows) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         if routes is not None and routes.is_on:
             _keep_routing_of_prompts(computed, routes)
@@ -378,11 +379,6 @@ class DecodeLoop:
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
-
-
-def _prefill(admission: Admission) -> Prefill:
-    """Return the request to prefill an admitted sequence except its last token, which the next step feeds."""
-    return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:

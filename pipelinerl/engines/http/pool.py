@@ -24,7 +24,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final, final
@@ -393,7 +393,8 @@ class EnginePool:
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)
-                self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
+                avoided_s = pause_s if isinstance(error, Overloaded) else self._suspect_s
+                self._suspect_until[url] = time.monotonic() + avoided_s
             except ContractError as error:
                 last = f"{url}: {error}"
                 answer.forget()
@@ -411,11 +412,8 @@ class EnginePool:
             finally:
                 self._named[engine] -= 1
                 answer.hand_over()
-        raise self._deadline_error(last)
-
-    def _deadline_error(self, last: str) -> DeadlineError:
         known = ", ".join(sorted(self._serving)) or "none"
-        return DeadlineError(
+        raise DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
@@ -495,12 +493,6 @@ class EnginePool:
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
-
-
-def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
-    return pause_s if isinstance(error, Overloaded) else suspect_s

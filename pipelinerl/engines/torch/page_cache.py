@@ -91,7 +91,7 @@ class DecodePlan:
         table: i64 [K, L / size], the blocks of the fed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
         sections: set if `reading` is `IN_PLACE`.
-        first: i64 [K], the fed rows; `of_row` i64 [B] maps each row to one of these. Both are None if all B are fed.
+        of_row: i64 [B], the index of each row among the fed rows; None if all B are fed.
     """
 
     positions: Tensor
@@ -100,7 +100,6 @@ class DecodePlan:
     length: int
     reading: CacheReading
     sections: BlockSections | None = None
-    first: Tensor | None = None
     of_row: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -160,7 +159,6 @@ class _Layout:
     key: tuple[int, bytes]
     table: Tensor
     sections: BlockSections | None
-    first: Tensor | None
     of_row: Tensor | None
 
 
@@ -229,7 +227,6 @@ class PageCache:
             length=layout.table.shape[1] * size,
             reading=self.reading,
             sections=layout.sections,
-            first=layout.first,
             of_row=layout.of_row,
         )
         return self.plan
@@ -264,7 +261,6 @@ class PageCache:
             key=key,
             table=self._to(own),
             sections=sections,
-            first=None if alike is None else self._to(alike.first),
             of_row=None if alike is None else self._to(alike.of_row),
         )
         return self._layout

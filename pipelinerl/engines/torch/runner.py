@@ -29,12 +29,13 @@ from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
-from pipelinerl.engines.torch.scoring import PromptScorer
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
 
+#: Number of positions whose log-probs are computed at a time, in fp32 [positions, vocabulary].
+_SCORED_AT_ONCE: Final = 256
 #: The least size of the weights, in bytes, at which a GPU's engine compiles the forward, which takes 15 s.
 _COMPILED_FROM: Final = 2 * 10**8
 
@@ -68,13 +69,13 @@ class TorchRunner:
         self.slots = options.slots
         self.context_length = options.context_length
         self.vocab_size = int(text.vocab_size)
+        self._model = model
         parameter = next(model.parameters())
         self._device = parameter.device
         self._weights = weights or served_weights(model, options.weights)
         self._forward = forward_of(model, forward, context_length=options.context_length, kernels=options.kernels)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        self.scorer = PromptScorer(model)
         shape = CacheShape.of(text)
         self._block_bytes = shape.block_bytes(parameter.dtype)
         self._table = BlockTable(
@@ -283,6 +284,29 @@ class TorchRunner:
         sampled = drawn.token_ids.cpu()
         rows.advance(used, sampled.numpy())
         return sampled.tolist(), drawn.logprobs.tolist()
+
+    @torch.inference_mode()
+    def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        """Return each token's log-prob given the tokens before it, 0 for the first.
+
+        One forward of the model's own modules computes them, without the cache; it needs memory for logits [P, V].
+        """
+        if len(token_ids) < 2:
+            return [0.0] * len(token_ids)
+        tokens = torch.tensor(token_ids, device=self._device)
+        # Without a plan, `attention.attend` is causal over the prompt and uses no cache.
+        output: Any = self._model(
+            input_ids=tokens[None, :-1],
+            position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
+            use_cache=False,
+            plan=None,
+        )
+        found = [0.0]
+        parts = zip(output.logits[0].split(_SCORED_AT_ONCE), tokens[1:].split(_SCORED_AT_ONCE), strict=True)
+        for logits, targets in parts:
+            logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, targets[:, None])
+            found += logprobs[:, 0].tolist()
+        return found
 
     def _begin(self, rows: Sequence[int]) -> None:
         if self._alike is not None:

@@ -108,7 +108,14 @@ class World:
         self.engine = BatchingEngine(OPTIONS, loop=self._loop, tokenizer=Letters())
 
     def _loop(self, deliver: Any) -> CoreLoop:
-        model = CoreModel(options=OPTIONS, vocab_size=8, layout=LAYOUT, cache_bytes=0, staged=None)
+        model = CoreModel(
+            slots=OPTIONS.slots,
+            context_length=OPTIONS.context_length,
+            vocab_size=8,
+            layout=LAYOUT,
+            cache_bytes=0,
+            staged=None,
+        )
 
         async def start() -> tuple[ScriptedCore, CoreModel]:
             return self.core, model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from inference_contract.engine import Engine
@@ -53,19 +54,16 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
     options.check_native_weights("the adapter of a server")
     options.check_fast_kernels("the adapter of a server")
     options.check_head_of_the_model("the server")
-    tokenizer = ChatTokenizer.load(options.model_path)
-
-    async def start_core() -> tuple[EngineCore, CoreModel]:
-        return await _started(options, speak)
-
-    def loop(deliver: Any) -> CoreLoop:
-        return CoreLoop(
-            start_core=start_core,
+    return BatchingEngine(
+        options,
+        loop=lambda deliver: CoreLoop(
+            start_core=partial(_started, options, speak),
             capacity=Capacity(options.slots, options.max_waiting),
             deliver=deliver,
-        )
-
-    return BatchingEngine(options, loop=loop, tokenizer=tokenizer, continuation=continuation)
+        ),
+        tokenizer=ChatTokenizer.load(options.model_path),
+        continuation=continuation,
+    )
 
 
 async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, CoreModel]:
@@ -90,7 +88,8 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
         if not opened:
             await http.close()
     return ServerCore(api, http, serving=UNTRAINED), CoreModel(
-        options=options,
+        slots=options.slots,
+        context_length=options.context_length,
         vocab_size=int(text.vocab_size),
         layout=layout,
         cache_bytes=0,  # the server manages its own cache

@@ -25,18 +25,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-from dataclasses import replace
-from itertools import count
 
 #: A message as templates take it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
 #: `reasoning_content`.
@@ -427,7 +424,7 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # keys are numbers of tool calls in the answer
+        self._closing = cache(self._closing_after)
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
         """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
@@ -459,15 +456,11 @@ class ConversationTail:
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
         """Return whether a conversation continued after `calls` tool calls equals its rendering by the template."""
-        answer: Turn = {"role": "assistant", "content": "b"}
-        replies: list[Turn] = [{"role": "user", "content": "c"}]
-        if calls:
-            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
-            answer["content"] = ""
-            replies = [
-                {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
-                for call in answer["tool_calls"]
-            ]
+        answer = _answer(calls)
+        replies: list[Turn] = [
+            {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
+            for call in answer.get("tool_calls", ())
+        ] or [{"role": "user", "content": "c"}]
         try:
             opened = self._render(Chat(turns=[_ASKS, answer]), False)
             whole = self._render(Chat(turns=[_ASKS, answer, *replies]), True)
@@ -481,18 +474,12 @@ class ConversationTail:
         end = opened.rfind(closing) + before_end
         return whole == opened[:end] + short[at + len(_MARK) + before_end :]
 
-    def _closing(self, calls: int) -> tuple[str, int]:
-        if calls not in self._closings:
-            self._closings[calls] = self._closing_after(calls)
-        return self._closings[calls]
-
     def _closing_after(self, calls: int) -> tuple[str, int]:
-        """Return the text from an answer through its end token, and the number of characters before that token."""
-        answer: Turn = {"role": "assistant", "content": "b"}
-        if calls:
-            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
+        """Return the text from an answer with tool `calls` through its end token, and the number of characters before
+        that token.
+        """
         try:
-            text = self._render(Chat(turns=[_ASKS, _with_mark(answer, _MARK)]), False)
+            text = self._render(Chat(turns=[_ASKS, _with_mark(_answer(calls), _MARK)]), False)
         except ModelError:
             return "", 0
         closing = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else ""
@@ -519,8 +506,13 @@ def _marked_arguments(function: Mapping[str, Any], mark: str) -> Any:
     return mark if isinstance(function["arguments"], str) else {"a": mark}
 
 
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def _answer(calls: int) -> Turn:
+    """Return an answer with a text, or with so many tool calls."""
+    if not calls:
+        return {"role": "assistant", "content": "b"}
+    function = {"name": "f", "arguments": {"a": "b"}}
+    listed = [{"id": f"call{number}", "type": "function", "function": function} for number in range(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": listed}
 
 
 def _unused_mark(turns: Sequence[Turn]) -> str:

@@ -48,14 +48,10 @@ from pipelinerl.engines.batching.model_runner import Capacity, ModelRunner, Sche
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.sequence import (
     Delivery,
-    NewTokens,
     Request,
+    ResponseWriter,
     TextWindow,
-    completion,
-    first_chunk,
     offered_tools,
-    token_chunk,
-    usage_chunk,
 )
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
@@ -164,7 +160,7 @@ class BatchingEngine:
             self._forget(work)
         if delivery.error is not None:
             raise delivery.error
-        return completion(request, work, self._options.model_id, self._tokenizer)
+        return self._writer(request, work).completion()
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """Sample all choices; yield new tokens per step or requested interval. Closing the iterator frees the slots."""
@@ -179,13 +175,13 @@ class BatchingEngine:
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Yield a chunk every `interval_s` seconds, from the samples' token lists, which the loop's thread fills."""
         work = await self._work(request, streams=False)
-        new_tokens = NewTokens(request, work, self._options.model_id, self._tokenizer)
+        writer = self._writer(request, work)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=interval_s)
-                chunk = new_tokens.take(all_of_it=ended.done())
+                chunk = writer.new_tokens(all_of_it=ended.done())
                 if chunk is not None:
                     yield chunk
         finally:
@@ -194,31 +190,31 @@ class BatchingEngine:
         if error is not None:
             raise error
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield usage_chunk(request, work, self._options.model_id, new_tokens.version)
+            yield writer.usage_chunk(writer.newest_version)
 
     async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         work = await self._work(request, streams=True)
-        model = self._options.model_id
+        writer = self._writer(request, work)
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
             delivery = await deliveries.get()  # this wait always ends: each request gets tokens, an end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
-                yield first_chunk(request, work, model, version)
+                yield writer.first_chunk(version)
             while True:
                 if delivery.error is not None:
                     raise delivery.error
                 for token in delivery.tokens:
                     version = token.version
-                    yield token_chunk(request, work, model, token, self._tokenizer)
+                    yield writer.token_chunk(token)
                 if delivery.is_last:
                     break
                 delivery = await deliveries.get()
         finally:
             self._forget(work)
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield usage_chunk(request, work, model, version)
+            yield writer.usage_chunk(version)
 
     async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
         model = self._started()
@@ -289,6 +285,9 @@ class BatchingEngine:
             raise InvalidRequest(str(error), param=error.place) from error
         except PipelineError as error:
             raise InvalidRequest(str(error), param="prompt" if text else "messages") from error
+
+    def _writer(self, chat: ChatCompletionRequest, work: Request) -> ResponseWriter:
+        return ResponseWriter(chat, work, model=self._options.model_id, tokenizer=self._tokenizer)
 
     def _submit(self, work: Request, waiter: Callable[[Delivery], None]) -> None:
         self._waiters[work.request_id] = (work, waiter)

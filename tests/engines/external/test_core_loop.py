@@ -237,7 +237,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
     async with world() as made:
         pending = await made.submitted()
         made.core.may_pause.clear()
-        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE))
+        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
         while made.loop._commit is None or not made.loop._turn.locked():
             await asyncio.sleep(0.002)
         commit.cancel()
@@ -246,9 +246,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
         with pytest.raises(Dirty):
             await asyncio.wait_for(pending, PATIENCE_S)
         made.core.may_pause.set()
-        await asyncio.wait_for(
-            made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE), PATIENCE_S
-        )
+        await asyncio.wait_for(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE), PATIENCE_S)
         assert made.loop.serving == (1, 58)
 
 

@@ -325,18 +325,22 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
 
 def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
     """Read the tokenizer of `path`, without importing transformers where possible; raises transformers' errors."""
-    is_plain = (
-        _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
-        and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
-    )
 
     def read_whole() -> PreTrainedTokenizerFast:
-        import transformers
+        return _reader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
-        reader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-        return reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    return (read_plain(path, read_whole) if _is_plain(path) else None) or read_whole()
 
-    return (read_plain(path, read_whole) if is_plain else None) or read_whole()
+
+def _is_plain(path: Path) -> bool:
+    plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
+    return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
+
+
+def _reader(path: Path) -> Any:
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
 
 
 def _named(file: Path, name: str) -> Any:

@@ -10,7 +10,6 @@ domain that reaches its reward early gets less data until the others catch up. N
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -197,25 +196,15 @@ class WarmStartProgress:
     loss: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartReport:
-    """The model and the cost of its training; accuracies are on the validation split."""
-
-    model: PreTrainedModel
-    steps: int
-    demonstrations: int
-    greedy_accuracy: float
-    sampled_accuracy: float
-    seconds: float
-
-
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
-) -> WarmStartReport:
-    """Fit demonstrations until the validation accuracy is inside [low, high]. Raises ModelError if that fails."""
+) -> tuple[PreTrainedModel, WarmStartProgress]:
+    """Fit demonstrations until the validation accuracy is inside [low, high]; return the model and the last check.
+
+    Raises ModelError if the accuracy stays below `low`, or jumps above `high`.
+    """
     import torch
 
-    began = time.monotonic()
     model = random_decoder(settings.shape, seed=settings.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     checked = _batch([settings.validation_problem(i) for i in range(settings.validation_problems)], settings.tokenizer)
@@ -230,7 +219,8 @@ def warm_start(
         if step % settings.check_every:
             continue
         greedy, sampled = accuracies(model, checked)
-        on_progress(WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss))
+        progress = WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss)
+        on_progress(progress)
         best = max(best, greedy)
         if greedy >= low:
             break
@@ -244,14 +234,7 @@ def warm_start(
             f"expected a validation accuracy of {low:g} to {high:g}, step {step} jumped to {greedy:.3f}; try another "
             "seed, a lower learning rate, or check more often"
         )
-    return WarmStartReport(
-        model=model.eval(),
-        steps=step,
-        demonstrations=step * settings.batch_size,
-        greedy_accuracy=greedy,
-        sampled_accuracy=sampled,
-        seconds=time.monotonic() - began,
-    )
+    return model.eval(), progress
 
 
 @dataclass(frozen=True, slots=True)

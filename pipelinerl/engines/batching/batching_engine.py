@@ -44,7 +44,7 @@ from inference_contract.weights import (
 from pipelinerl import rng
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.logit_changes import LogitChange
-from pipelinerl.engines.batching.model_runner import Capacity, ModelRunner, Scheduler
+from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.sequence import (
     Delivery,
@@ -109,7 +109,8 @@ class BatchingEngine:
             assert load is not None
             self._loop = DecodeLoop(
                 load=load,
-                scheduler=lambda runner: Scheduler(Capacity(runner.slots, options.max_waiting), prefill_tokens),
+                max_waiting=options.max_waiting,
+                prefill_tokens=prefill_tokens,
                 deliver=self._deliver_from_thread,
             )
         self._receiver = WeightReceiver(self, pull=options.pull, endpoints=endpoints)

@@ -30,7 +30,15 @@ from typing import Final, final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.model_runner import Admission, ModelRunner, Moves, Prefill, RowState, Scheduler
+from pipelinerl.engines.batching.model_runner import (
+    Admission,
+    Capacity,
+    ModelRunner,
+    Moves,
+    Prefill,
+    RowState,
+    Scheduler,
+)
 from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, RouteLog, ServedModel
 from pipelinerl.engines.batching.sequence import (
     Delivery,
@@ -62,7 +70,8 @@ class DecodeLoop:
 
     Args:
         load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
-        scheduler: builds the scheduler for a runner.
+        max_waiting: the number of samples that may wait for a row.
+        prefill_tokens: the maximum number of prompt tokens that are admitted between two steps.
         deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 
@@ -70,14 +79,15 @@ class DecodeLoop:
         self,
         *,
         load: Callable[[], ModelRunner],
-        scheduler: Callable[[ModelRunner], Scheduler],
+        max_waiting: int,
+        prefill_tokens: int,
         deliver: Callable[[list[Delivery]], None],
     ) -> None:
         self.totals = LoopTotals()
         self.serving = UNTRAINED
         self.ready: Future[ServedModel] = Future()
         self._load = load
-        self._build_scheduler = scheduler
+        self._max_waiting, self._prefill_tokens = max_waiting, prefill_tokens
         self._deliver = deliver
         self._changed = threading.Condition()
         self._cancelled: list[Request] = []
@@ -175,7 +185,8 @@ class DecodeLoop:
     def _loaded(self) -> bool:
         try:
             self._runner = self._load()
-            self._scheduler = self._build_scheduler(self._runner)
+            capacity = Capacity(self._runner.slots, self._max_waiting)
+            self._scheduler = Scheduler(capacity, self._prefill_tokens)
         except BaseException as error:  # pass any exception to the caller that waits for `ready`
             self.ready.set_exception(error)
             return False

@@ -340,6 +340,11 @@ def in_order(blocks: Tensor, table: Tensor) -> Tensor:
     return rows.transpose(1, 2).reshape(prompts, heads, count * size, head_dim)
 
 
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return scores bounded to ±`softcap` by tanh; unchanged for None."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
 class DuplicateRows(NamedTuple):
     """Map of B rows to K distinct ones: `first` i64 [K] are rows, `of_row` i64 [B] are indices into `first`."""
 
@@ -497,9 +502,7 @@ class BlockSections:
         if self.only is not None:
             scores = query.new_empty(first, size)
             _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
-            scores = scores.view(-1, heads, group, size)
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
+            scores = capped(scores.view(-1, heads, group, size), softcap)
             weights = scores.add_(mask.index_select(0, self.queries)).softmax(dim=-1)
             return torch.matmul(weights, values).index_select(0, self.only)
         in_all = len(self.to_blocks)
@@ -509,9 +512,7 @@ class BlockSections:
             several = query.reshape(-1, group, head_dim).index_select(0, self.shared_queries)
             several = several.view(len(self.shared), heads, -1, head_dim)
             _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
-        scores = scores.index_select(0, self.to_rows).view(rows, heads, group, -1)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = capped(scores.index_select(0, self.to_rows).view(rows, heads, group, -1), softcap)
         weights = scores.add_(mask).softmax(dim=-1).view(-1, size).index_select(0, self.to_blocks)
         sums = query.new_empty(in_all + 1, head_dim)
         sums[in_all:] = 0.0

@@ -51,7 +51,6 @@ class TorchRunner:
         weights: the model's weights, from `served_weights`; None creates them.
         cache_bytes: most memory for keys and values; None allows room for the whole context in all rows, and too little
             for one row raises `ModelError`.
-        prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class TorchRunner:
         *,
         weights: TorchWeights | QuantizedWeights | None = None,
         cache_bytes: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
         forward: ForwardKind = ForwardKind.AUTO,
     ) -> None:
         config: Any = model.config
@@ -102,7 +100,6 @@ class TorchRunner:
             self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
-        self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
@@ -191,7 +188,7 @@ class TorchRunner:
                 if start < len(tokens):
                     by_start.setdefault(start, []).append(prefill)
             for start, batch in by_start.items():
-                for part in _batches(batch, self._prefill_tokens, start):
+                for part in _batches(batch, start):
                     self._fill(part, start)
             waiting = later
 
@@ -199,7 +196,7 @@ class TorchRunner:
         for prefill in prefills:
             self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}
-        for batch in _batches(prefills, self._prefill_tokens):
+        for batch in _batches(prefills):
             length = self._fill(batch)
             of_prompts = log.take().reshape(len(batch), length, *log.shape[::2])
             routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
@@ -336,11 +333,13 @@ def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | Quant
     return TorchWeights(model) if form is WeightFormat.NATIVE else QuantizedWeights(model, form)
 
 
-def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:
-    """Yield batches of prefills of similar length, each of at most `limit` padded tokens after position `start`."""
+def _batches(prefills: Sequence[Prefill], start: int = 0) -> Iterator[list[Prefill]]:
+    """Yield batches of prefills of similar length, each of at most `PREFILL_TOKENS` padded tokens after position
+    `start`; a longer prompt runs alone.
+    """
     batch: list[Prefill] = []
     for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
-        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > limit:
+        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > PREFILL_TOKENS:
             yield batch
             batch = []
         batch.append(prefill)

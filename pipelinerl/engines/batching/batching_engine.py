@@ -76,7 +76,7 @@ _CLOSING: Final = "the engine is closing; send the request to another one"
 
 @final
 class BatchingEngine:
-    """An engine that batches requests over a `SampleLoop`.
+    """An engine that batches requests over a `SampleLoop`; satisfies `Engine` and `WeightTarget`.
 
     Args:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
@@ -315,26 +315,21 @@ class BatchingEngine:
     # --- weights: the contract's two methods, and the receiver's target ------------------------------------------
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; returns once every rank has joined."""
         self._started()
         return await self._receiver.init_process_group(request)
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Run one phase of a weight update."""
         self._started()
         return await self._receiver.request_weight_update(request)
 
     @property
     def layout(self) -> WeightLayout:
-        """The model's parameters in the order in which they are received."""
         return self._started().layout
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], unused until `commit`."""
         return self._started().staging()
 
     def finish_staging(self) -> None:
-        """Prepare the filled `staging` for a quick `commit`; called on the receiving thread."""
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
@@ -342,13 +337,11 @@ class BatchingEngine:
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
-        """The (epoch, version) of the serving weights."""
         return self._loop.serving
 
     # --- state ---------------------------------------------------------------------------------------------------
 
     def model_card(self) -> ModelCard:
-        """Return the served model, its version and its layout."""
         model = self._started()
         epoch, version = self._loop.serving
         return ModelCard(
@@ -363,7 +356,6 @@ class BatchingEngine:
         )
 
     def health(self) -> Health:
-        """Return the engine's state without waiting."""
         state = EngineState.READY if self._receiver.dirty is None else EngineState.DIRTY
         if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
@@ -371,7 +363,6 @@ class BatchingEngine:
         return Health(state=state, model_version=version, epoch=epoch, continuation=self._continuation)
 
     def metrics(self) -> EngineMetrics:
-        """Return load and totals without waiting."""
         model, totals, updates = self._started(), self._loop.totals, self._receiver.totals
         room = model.room
         epoch, version = self._loop.serving

@@ -66,7 +66,7 @@ class _Commit:
 
 @final
 class DecodeLoop:
-    """Decode loop of one model on one thread.
+    """Decode loop of one model on one thread; satisfies `SampleLoop`.
 
     Args:
         load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
@@ -108,7 +108,6 @@ class DecodeLoop:
         return self.ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; return whether it ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -117,7 +116,6 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
@@ -127,11 +125,9 @@ class DecodeLoop:
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples that wait for a row."""
         return self._scheduler.num_waiting
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `InvalidRequest`, `Overloaded` or `EngineStopped`."""
         if request.response_format is not None:
             raise InvalidRequest(_NO_STRUCTURE, param="response_format")
         with self._changed:

@@ -87,19 +87,16 @@ class BigramRunner:
         """Do nothing: there is no cache."""
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
         for state in states:
             self._states[state.row] = state
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move rows `sources` to rows `targets`, pairwise."""
         self._rows.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self._states[target] = self._states[source]
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Run one step of rows 0..num_rows-1."""
         used, table = slice(0, num_rows), self._rows
         states = [state for state in self._states[used] if state is not None]
         logits = self._logits()[table.feeds[used]].astype(np.float64)
@@ -112,14 +109,12 @@ class BigramRunner:
         return token_ids, logprobs
 
     def staging(self) -> NDArray[np.uint8]:
-        """Return the buffer for the next weights."""
         return self._staged
 
     def finish_staging(self) -> None:
         """Do nothing: weights are served as they arrive."""
 
     def swap(self) -> None:
-        """Make the staged weights current."""
         self._current, self._staged = self._staged, self._current
 
     def _prompt_logprobs(self, token_ids: Sequence[int], temperature: float) -> list[float]:

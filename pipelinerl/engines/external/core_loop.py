@@ -174,7 +174,7 @@ def named_by(label: str) -> tuple[int, int]:
 
 @final
 class CoreLoop:
-    """One engine core and the thread that drives it.
+    """One engine core and the thread that drives it; satisfies `SampleLoop`.
 
     Args:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
@@ -231,7 +231,6 @@ class CoreLoop:
 
     @property
     def is_alive(self) -> bool:
-        """True while the core runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
@@ -263,7 +262,6 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")

@@ -108,7 +108,6 @@ class TorchRunner:
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
 
     @property
@@ -118,14 +117,12 @@ class TorchRunner:
 
     @property
     def room(self) -> CacheRoom:
-        """The blocks of the cache."""
         table = self._table
         return CacheRoom(blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
@@ -315,7 +312,6 @@ class TorchRunner:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def staging(self) -> Tensor:
-        """Return the buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
         return self._weights.staging()
 
     def finish_staging(self) -> None:

@@ -164,7 +164,6 @@ class ServerCore:
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if the server cannot serve the request."""
         self._api.check(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
@@ -200,11 +199,9 @@ class ServerCore:
         await self._api.pause(on_update)
 
     async def resume(self) -> None:
-        """Resume sampling after a pause."""
         await self._api.resume()
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Load the staged weights into the server."""
         label = label_of(epoch, version)
         await self._api.load_staged(label)
         self._label = label

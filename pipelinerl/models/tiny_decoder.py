@@ -354,7 +354,10 @@ def warm_start_domains(
 
     model = random_decoder(settings.shape, seed=settings.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    sizes = {name: _batch_size(problem, settings) for name, problem in settings.demonstrations.items()}
+    sizes = {}
+    for name, problem in settings.demonstrations.items():
+        measured = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer)
+        sizes[name] = max(1, settings.tokens // measured.token_ids.shape[1])
     shown = dict.fromkeys(sizes, 0)
     low, high = settings.reward
     shares = dict.fromkeys(sizes, 1.0)
@@ -384,11 +387,6 @@ def warm_start_domains(
             "try another seed, a lower learning rate, other problems, or a model of another width"
         )
     return model.eval(), progress
-
-
-def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
-    rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
-    return max(1, settings.tokens // rows.shape[1])
 
 
 def sampled_answers(

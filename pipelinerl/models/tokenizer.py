@@ -264,8 +264,6 @@ class IncrementalDetokenizer:
     includes the tokens of the previous emission, since some decoders treat the first token specially.
     """
 
-    __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
-
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []

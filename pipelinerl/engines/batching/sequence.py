@@ -49,8 +49,6 @@ TopTokens = list[tuple[int, float]]
 class TextWindow:
     """The growing text of one sample, cut before the first of the strings `stops` that appears in it."""
 
-    __slots__ = ("_detokenizer", "_longest_stop", "_shown", "_stopped", "_stops", "text")
-
     def __init__(self, detokenizer: IncrementalDetokenizer, stops: tuple[str, ...]) -> None:
         self.text = ""
         self._detokenizer = detokenizer

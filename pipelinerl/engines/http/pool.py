@@ -277,7 +277,7 @@ class LeastBusy:
 
 
 #: Errors after which the request is retried, because the engine's state causes them, not the request.
-_ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
+_RETRIED: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
@@ -388,9 +388,9 @@ class EnginePool:
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
-                    completion = await self._tried(url, request, answer, begun, scope)
+                    completion = await self._attempt(url, request, answer, begun, scope)
                     return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
-            except _ELSEWHERE as error:
+            except _RETRIED as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)
                 avoided_s = pause_s if isinstance(error, Overloaded) else self._suspect_s
@@ -442,7 +442,7 @@ class EnginePool:
         outstanding = self._load.outstanding
         return near if outstanding[near] <= outstanding[least] + NEAR_TOKENS else least
 
-    async def _tried(
+    async def _attempt(
         self,
         url: str,
         request: ChatCompletionRequest,
@@ -454,8 +454,8 @@ class EnginePool:
         self._load.add(url, tokens)
         self._running.setdefault(url, set()).add(scope)
         try:
-            if await self._comes_in_parts(url, request):
-                return await self._in_parts(url, answer, begun)
+            if await self._can_stream(url, request):
+                return await self._streamed(url, answer, begun)
             answer.forget()
             begun()
             completion = await self._client.chat(url, request)
@@ -465,14 +465,14 @@ class EnginePool:
         self._check_epoch(completion.epoch)
         return completion
 
-    async def _comes_in_parts(self, url: str, request: ChatCompletionRequest) -> bool:
+    async def _can_stream(self, url: str, request: ChatCompletionRequest) -> bool:
         if not self._interval_s or not request.return_token_ids:
             return False
         if url not in self._offers:
             self._offers[url] = (await self._client.health(url)).continuation
         return self._offers[url] is not Continuation.NONE
 
-    async def _in_parts(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
+    async def _streamed(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
         while True:
             if not answer.num_tokens:
                 begun()

@@ -169,7 +169,7 @@ class TorchRunner:
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
         if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
-            self._prefill_told(prefills, log)
+            self._prefill_recorded(prefills, log)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]
         while waiting:
@@ -189,7 +189,7 @@ class TorchRunner:
                     self._fill(part, start)
             waiting = later
 
-    def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
+    def _prefill_recorded(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
         for prefill in prefills:
             self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}

@@ -28,7 +28,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
 #: Function that builds the client of a server from the connection, the model's layout and the shared staging buffer.
-Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
+ApiFactory = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 
 def vllm_server(options: EngineOptions) -> Engine:
@@ -45,7 +45,7 @@ def sglang_server(options: EngineOptions) -> Engine:
     return _engine(options, SglangServerApi, Continuation.SAME_NOISE)
 
 
-def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) -> Engine:
+def _engine(options: EngineOptions, new_api: ApiFactory, continuation: Continuation) -> Engine:
     if options.server is None:
         raise ModelError('this engine needs a server to drive; set engine.servers=["http://host:port"]')
     options.check_receives_where_it_is("the adapter of a server that you started")
@@ -57,7 +57,7 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
     return BatchingEngine(
         options,
         loop=lambda deliver: CoreLoop(
-            start_core=partial(_started, options, speak),
+            start_core=partial(_started, options, new_api),
             capacity=Capacity(options.slots, options.max_waiting),
             deliver=deliver,
         ),
@@ -66,7 +66,7 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
     )
 
 
-async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, CoreModel]:
+async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineCore, CoreModel]:
     from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
     from pipelinerl.engines.torch.weights import layout_of
     from pipelinerl.models.checkpoint import load_skeleton
@@ -78,7 +78,7 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
     opened = False
     try:
         with SharedBytes(layout.num_bytes) as staged:
-            api = speak(http, layout, staged)
+            api = new_api(http, layout, staged)
             served = await api.open(label_of(*UNTRAINED))
         _check(options, served)
         opened = True

@@ -87,7 +87,9 @@ class _Membership:
             if "join" in order:
                 self._join(InitProcessGroupRequest.model_validate(order["join"]))
             elif "expect" in order:
-                return {"said": self._group.expect(order["expect"], deadline=time.monotonic() + order["timeout_s"])}
+                return {
+                    "announced": self._group.expect(order["expect"], deadline=time.monotonic() + order["timeout_s"])
+                }
             else:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:

@@ -141,7 +141,9 @@ class WorkerEndpoint:
 
     def expect(self, key: str, *, deadline: float) -> str:
         """Wait in the worker for rank 0's announcement."""
-        return str(self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("said", ""))
+        return str(
+            self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("announced", "")
+        )
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
         """Receive `tensor`'s bytes in the worker; returns when the worker no longer writes to them."""

@@ -143,9 +143,9 @@ class CacheShape:
             size=BLOCK,
         )
 
-    def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a block: keys and values of all layers."""
-        return 2 * self.layers * self.heads * self.size * self.head_dim * dtype.itemsize
+    def block_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a block: keys and values of all layers, of `itemsize` bytes each."""
+        return 2 * self.layers * self.heads * self.size * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

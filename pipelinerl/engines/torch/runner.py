@@ -75,7 +75,7 @@ class TorchRunner:
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = CacheShape.of(text)
-        self._block_bytes = shape.block_bytes(parameter.dtype)
+        self._block_bytes = shape.block_bytes(parameter.dtype.itemsize)
         self._table = BlockTable(
             rows=options.slots,
             context=options.context_length,

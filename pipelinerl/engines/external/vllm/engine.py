@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import Backend
@@ -39,6 +37,7 @@ from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_skeleton
+from pipelinerl.models.model_shape import BYTES
 from pipelinerl.models.tokenizer import ChatTokenizer
 
 log = logging.getLogger("pipelinerl")
@@ -189,5 +188,5 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
     """Return the bytes of keys and values for all slots and one more, in whole blocks of the cache."""
-    block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(getattr(torch, options.dtype))
+    block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(BYTES[options.dtype])
     return (options.slots + 1) * -(-options.context_length // _BLOCK) * block_bytes

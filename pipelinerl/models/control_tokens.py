@@ -97,27 +97,21 @@ _SHAPES: Final = 256
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class Spellings:
-    """A set of strings, and a search for all their occurrences in a text, including overlapping ones."""
+    """A set of strings, none empty, and a search for all their occurrences in a text, including overlapping ones."""
 
-    texts: frozenset[str]
-    lengths: tuple[int, ...]
-    first: re.Pattern[str]
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> Spellings:
-        """Build from the strings `texts`, none of which may be empty."""
-        known = frozenset(texts)
-        firsts = "".join(sorted({re.escape(text[0]) for text in known}))
-        return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(texts)
+        self._lengths = sorted({len(text) for text in self._texts})
+        firsts = "".join(sorted({re.escape(text[0]) for text in self._texts}))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def starts(self, content: str) -> list[int]:
         """Return the positions in `content` at which any of the strings begins."""
         return [
             at
-            for at in (found.start() for found in self.first.finditer(content))
-            if any(content[at : at + length] in self.texts for length in self.lengths)
+            for at in (found.start() for found in self._first.finditer(content))
+            if any(content[at : at + length] in self._texts for length in self._lengths)
         ]
 
 
@@ -159,8 +153,8 @@ class ContentGuard:
         }
         self._structural = frozenset(structural - {unknown})
         self._unknown = unknown
-        self._closed_to_all = Spellings.of(spellings[index] for index in structural)
-        self._closed_to_data = Spellings.of(self._control.values())
+        self._closed_to_all = Spellings(spellings[index] for index in structural)
+        self._closed_to_data = Spellings(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
@@ -507,7 +501,7 @@ def _marked_arguments(function: Mapping[str, Any], mark: str) -> Any:
 
 
 def _answer(calls: int) -> Turn:
-    """Return an answer with a text, or with so many tool calls."""
+    """Return an answer with `calls` tool calls, or with a text if `calls` is 0."""
     if not calls:
         return {"role": "assistant", "content": "b"}
     function = {"name": "f", "arguments": {"a": "b"}}

@@ -50,7 +50,6 @@ class DecoderShape:
     max_positions: int = 64
 
     def __post_init__(self) -> None:
-        """Reject shapes that attention does not support."""
         kv_heads = self.kv_heads or self.heads
         if self.hidden % self.heads or (self.hidden // self.heads) % 2 or self.heads % kv_heads:
             raise ValueError(

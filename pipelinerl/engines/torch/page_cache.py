@@ -354,8 +354,10 @@ class DuplicateRows(NamedTuple):
 
 @final
 class AlikeRows:
-    """Tracker of rows that hold the same tokens. Such rows have the same lineage, a number: after a step, the first row
-    with these tokens; before the first step, a number beyond all rows.
+    """Tracker of rows that hold the same tokens.
+
+    Each row has a lineage, and rows with equal tokens have the same one. After a step, the lineage is the number of the
+    first row with these tokens. Before a row's first step, it is a number beyond those of all rows.
     """
 
     def __init__(self, rows: int) -> None:

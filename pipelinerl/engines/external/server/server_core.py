@@ -78,13 +78,11 @@ class ServerModel:
 class ServerApi(Protocol):
     """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
+    generate: str
+    """The path of the route that generates a sample."""
+
     async def open(self, label: str) -> ServerModel:
         """Check that the server can be used, and name its weights `label`. Raises `ModelError` for wrong flags."""
-        ...
-
-    @property
-    def generate(self) -> str:
-        """The path of the route that generates a sample."""
         ...
 
     def check(self, request: Request) -> None:

@@ -25,7 +25,7 @@ from pipelinerl.engines.torch.attention import reading_for
 from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
 from pipelinerl.engines.torch.decode_graphs import DecodeGraphs, Inputs
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import ForwardKind, forward_of
+from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
@@ -60,7 +60,6 @@ class TorchRunner:
         *,
         weights: TorchWeights | QuantizedWeights | None = None,
         cache_bytes: int | None = None,
-        forward: ForwardKind = ForwardKind.AUTO,
     ) -> None:
         config: Any = model.config
         text = config.get_text_config()
@@ -71,7 +70,11 @@ class TorchRunner:
         parameter = next(model.parameters())
         self._device = parameter.device
         self._weights = weights or served_weights(model, options.weights)
-        self._forward = forward_of(model, forward, context_length=options.context_length, kernels=options.kernels)
+        self._forward: LlamaForward | ModuleForward = (
+            LlamaForward(model, context_length=options.context_length, kernels=options.kernels)
+            if LlamaForward.fits(model)
+            else ModuleForward(model)
+        )
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = CacheShape.of(text)

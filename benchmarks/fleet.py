@@ -69,7 +69,7 @@ class _Engine:
 
     def finish_staging(self) -> None: ...
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
         self._buffers.reverse()
         self._serving = epoch, version
         return 0.0

@@ -133,7 +133,7 @@ async def _sample(model: Path, arm: Arm, *, prompts: int, seed: int) -> list[Rol
     requests = list(_requests(model, seed, prompts))
     answers = [asyncio.create_task(engine.complete(request)) for request in requests]
     await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-    await engine.commit(version=1, epoch=1, digest="parity", on_update=OnUpdate.RECOMPUTE_KV)
+    await engine.commit(version=1, epoch=1, on_update=OnUpdate.RECOMPUTE_KV)
     done = await asyncio.gather(*answers)
     await engine.close()
     return [rollout for pair in zip(requests, done, strict=True) for rollout in _rollouts(*pair)]

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -257,10 +258,11 @@ def _fit_exactly(
                 f"{progress.sampled_accuracy:.3f} sampled, loss {progress.loss:.3f}"
             )
 
-    report = warm_start(settings, tell)
-    return report.model, (
-        f"{report.greedy_accuracy:.3f} greedy validation accuracy after {report.demonstrations:,} demonstrations "
-        f"in {report.seconds:.0f} s"
+    began = time.monotonic()
+    model, last = warm_start(settings, tell)
+    return model, (
+        f"{last.greedy_accuracy:.3f} greedy validation accuracy after {last.step * settings.batch_size:,} "
+        f"demonstrations in {time.monotonic() - began:.0f} s"
     )
 
 

@@ -112,7 +112,6 @@ def budget_of(
     context: int,
     received: int,
     spare: int = 0,
-    prefill_tokens: int = PREFILL_TOKENS,
 ) -> EngineBudget:
     """Return the budget of a torch engine.
 
@@ -121,7 +120,7 @@ def budget_of(
         spare: bytes of the second set of quantised weights, which holds the next update; 0 without quantisation.
     """
     size = BYTES[dtype]
-    tokens = min(max(prefill_tokens, context), slots * context)
+    tokens = min(max(PREFILL_TOKENS, context), slots * context)
     return EngineBudget(
         slots=slots,
         cache=2 * shape.layers * slots * context * shape.kv_heads * shape.head_dim * size,

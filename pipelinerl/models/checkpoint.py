@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, refuse_not_finite, text_table
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, refuse_not_finite, text_config
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
 from trainer_contract.types import WeightDType
@@ -83,7 +83,7 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
     if "config.json" in needs:
-        text_table(path / "config.json")
+        text_config(path)
     weight_files(path)
 
 
@@ -115,11 +115,6 @@ def model_type(path: Path) -> str:
     if not isinstance(declared, str) or not declared:
         raise ModelError(f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again")
     return declared
-
-
-def text_config(path: Path) -> Mapping[str, Any]:
-    """Return `text_config` of config.json, or all of config.json without it. Raises ModelError if unreadable."""
-    return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -164,7 +159,7 @@ def model_dtype(path: Path) -> WeightDType:
     Raises ModelError if engines cannot serve this dtype, such as an 8-bit one, or if a file cannot be read.
     """
     try:
-        table, text = json_object(path / "config.json"), text_table(path / "config.json")
+        table, text = json_object(path / "config.json"), text_config(path)
         named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
         name = next((str(each).removeprefix("torch.") for each in named if each), None) or _stored_dtype(path)
     except OSError as error:

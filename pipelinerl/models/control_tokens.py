@@ -25,18 +25,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-from dataclasses import replace
-from itertools import count
 
 #: A message as templates take it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
 #: `reasoning_content`.
@@ -100,27 +97,21 @@ _SHAPES: Final = 256
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class Spellings:
-    """A set of strings, and a search for all their occurrences in a text, including overlapping ones."""
+    """A set of strings, none empty, and a search for all their occurrences in a text, including overlapping ones."""
 
-    texts: frozenset[str]
-    lengths: tuple[int, ...]
-    first: re.Pattern[str]
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> Spellings:
-        """Build from the strings `texts`, none of which may be empty."""
-        known = frozenset(texts)
-        firsts = "".join(sorted({re.escape(text[0]) for text in known}))
-        return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(texts)
+        self._lengths = sorted({len(text) for text in self._texts})
+        firsts = "".join(sorted({re.escape(text[0]) for text in self._texts}))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def starts(self, content: str) -> list[int]:
         """Return the positions in `content` at which any of the strings begins."""
         return [
             at
-            for at in (found.start() for found in self.first.finditer(content))
-            if any(content[at : at + length] in self.texts for length in self.lengths)
+            for at in (found.start() for found in self._first.finditer(content))
+            if any(content[at : at + length] in self._texts for length in self._lengths)
         ]
 
 
@@ -162,8 +153,8 @@ class ContentGuard:
         }
         self._structural = frozenset(structural - {unknown})
         self._unknown = unknown
-        self._closed_to_all = Spellings.of(spellings[index] for index in structural)
-        self._closed_to_data = Spellings.of(self._control.values())
+        self._closed_to_all = Spellings(spellings[index] for index in structural)
+        self._closed_to_data = Spellings(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
@@ -427,7 +418,7 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # keys are numbers of tool calls in the answer
+        self._closing = cache(self._closing_after)
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
         """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
@@ -459,15 +450,11 @@ class ConversationTail:
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
         """Return whether a conversation continued after `calls` tool calls equals its rendering by the template."""
-        answer: Turn = {"role": "assistant", "content": "b"}
-        replies: list[Turn] = [{"role": "user", "content": "c"}]
-        if calls:
-            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
-            answer["content"] = ""
-            replies = [
-                {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
-                for call in answer["tool_calls"]
-            ]
+        answer = _answer(calls)
+        replies: list[Turn] = [
+            {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
+            for call in answer.get("tool_calls", ())
+        ] or [{"role": "user", "content": "c"}]
         try:
             opened = self._render(Chat(turns=[_ASKS, answer]), False)
             whole = self._render(Chat(turns=[_ASKS, answer, *replies]), True)
@@ -481,18 +468,12 @@ class ConversationTail:
         end = opened.rfind(closing) + before_end
         return whole == opened[:end] + short[at + len(_MARK) + before_end :]
 
-    def _closing(self, calls: int) -> tuple[str, int]:
-        if calls not in self._closings:
-            self._closings[calls] = self._closing_after(calls)
-        return self._closings[calls]
-
     def _closing_after(self, calls: int) -> tuple[str, int]:
-        """Return the text from an answer through its end token, and the number of characters before that token."""
-        answer: Turn = {"role": "assistant", "content": "b"}
-        if calls:
-            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
+        """Return the text from an answer with tool `calls` through its end token, and the number of characters before
+        that token.
+        """
         try:
-            text = self._render(Chat(turns=[_ASKS, _with_mark(answer, _MARK)]), False)
+            text = self._render(Chat(turns=[_ASKS, _with_mark(_answer(calls), _MARK)]), False)
         except ModelError:
             return "", 0
         closing = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else ""
@@ -519,8 +500,13 @@ def _marked_arguments(function: Mapping[str, Any], mark: str) -> Any:
     return mark if isinstance(function["arguments"], str) else {"a": mark}
 
 
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def _answer(calls: int) -> Turn:
+    """Return an answer with `calls` tool calls, or with a text if `calls` is 0."""
+    if not calls:
+        return {"role": "assistant", "content": "b"}
+    function = {"name": "f", "arguments": {"a": "b"}}
+    listed = [{"id": f"call{number}", "type": "function", "function": function} for number in range(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": listed}
 
 
 def _unused_mark(turns: Sequence[Turn]) -> str:

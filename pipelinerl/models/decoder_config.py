@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype
-from pipelinerl.models.directory_files import json_object, text_table
+from pipelinerl.models.directory_files import json_object, text_config
 
 #: Prefix of the names of parameters inside layers; `*` stands for the layer's number.
 LAYER: Final = "model.layers.*."
@@ -158,7 +158,7 @@ def read_config(path: Path) -> DecoderConfig:
     """Return the decoder that a directory's config.json describes. Raises ModelError if damaged or unsupported."""
     try:
         table = json_object(path / "config.json")
-        text_table(path / "config.json")
+        text_config(path)
         return _parsed(table, where=path / "config.json")
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path / 'config.json'} is incomplete or damaged: {error}; copy it again") from error

@@ -49,8 +49,12 @@ def json_object(file: Path) -> dict[str, Any]:
     return table
 
 
-def text_table(file: Path) -> dict[str, Any]:
-    """Return the configuration of the text model. Raises ModelError if it is unreadable or has implausible sizes."""
+def text_config(path: Path) -> dict[str, Any]:
+    """Return `text_config` of a directory's config.json, or all of config.json without it.
+
+    Raises ModelError if config.json is unreadable or has implausible sizes.
+    """
+    file = path / "config.json"
     whole = json_object(file)
     text = whole.get("text_config") or whole
     if not isinstance(text, dict):

@@ -15,7 +15,7 @@ from typing import Any, Final
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, model_type, stored_tensors, weight_files
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.directory_files import json_object, text_table
+from pipelinerl.models.directory_files import json_object, text_config
 from trainer_contract.types import RoutingShape, WeightDType
 
 _HEAD: Final = "lm_head.weight"
@@ -104,7 +104,7 @@ class ModelShape:
 def read_shape(path: Path) -> ModelShape:
     """Return the shape of the model in the directory `path`. Raises ModelError if its files are unreadable."""
     try:
-        table, text = json_object(path / "config.json"), text_table(path / "config.json")
+        table, text = json_object(path / "config.json"), text_config(path)
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
         shape = ModelShape(
             parameters=_parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text))),
@@ -165,15 +165,14 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_
 
 def mixture_of(path: Path) -> RoutingShape | None:
     """Return the mixture-of-experts sizes in config.json; None for a dense model. Raises ModelError if unreadable."""
-    where = path / "config.json"
     try:
-        text = text_table(where)
+        text = text_config(path)
         experts = next((int(text[name]) for name in _EXPERTS if text.get(name)), 0)
         layers = _layers(text) if experts > 1 else 0
         return RoutingShape(layers, experts, int(text["num_experts_per_tok"])) if layers else None
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"the experts of the model in {path} cannot be read from {where.name}: {error!r}; copy it again"
+            f"the experts of the model in {path} cannot be read from config.json: {error!r}; copy it again"
         ) from None
 
 

@@ -10,7 +10,7 @@ domain that reaches its reward early gets less data until the others catch up. N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -18,22 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipelinerl import rng
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
-
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Problem
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN)
@@ -58,7 +50,6 @@ class DecoderShape:
     max_positions: int = 64
 
     def __post_init__(self) -> None:
-        """Reject shapes that attention does not support."""
         kv_heads = self.kv_heads or self.heads
         if self.hidden % self.heads or (self.hidden // self.heads) % 2 or self.heads % kv_heads:
             raise ValueError(
@@ -112,8 +103,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of `vocab` tokens on `texts`, one token per digit; it encodes every text exactly."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,16 +112,12 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS],
+        special_tokens=_added(SPECIAL_TOKENS, special=True),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return _with_template(backend)
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -139,15 +125,26 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
     Text over the alphabet is decoded exactly; other characters become `<|unk|>`.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    backend.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])
+    backend.add_special_tokens(_added(SPECIAL_TOKENS, special=True))
+    backend.add_tokens(_added(phrases, special=False))
+    return _with_template(backend)
+
+
+def _added(texts: Sequence[str], *, special: bool) -> list[AddedToken]:
+    from tokenizers import AddedToken
+
+    return [AddedToken(text, normalized=False, special=special) for text in texts]
+
+
+def _with_template(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )
@@ -198,25 +195,15 @@ class WarmStartProgress:
     loss: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartReport:
-    """The model and the cost of its training; accuracies are on the validation split."""
-
-    model: PreTrainedModel
-    steps: int
-    demonstrations: int
-    greedy_accuracy: float
-    sampled_accuracy: float
-    seconds: float
-
-
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
-) -> WarmStartReport:
-    """Fit demonstrations until the validation accuracy is inside [low, high]. Raises ModelError if that fails."""
+) -> tuple[PreTrainedModel, WarmStartProgress]:
+    """Fit demonstrations until the validation accuracy is inside [low, high]; return the model and the last check.
+
+    Raises ModelError if the accuracy stays below `low`, or jumps above `high`.
+    """
     import torch
 
-    began = time.monotonic()
     model = random_decoder(settings.shape, seed=settings.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     checked = _batch([settings.validation_problem(i) for i in range(settings.validation_problems)], settings.tokenizer)
@@ -231,7 +218,8 @@ def warm_start(
         if step % settings.check_every:
             continue
         greedy, sampled = accuracies(model, checked)
-        on_progress(WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss))
+        progress = WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss)
+        on_progress(progress)
         best = max(best, greedy)
         if greedy >= low:
             break
@@ -245,14 +233,7 @@ def warm_start(
             f"expected a validation accuracy of {low:g} to {high:g}, step {step} jumped to {greedy:.3f}; try another "
             "seed, a lower learning rate, or check more often"
         )
-    return WarmStartReport(
-        model=model.eval(),
-        steps=step,
-        demonstrations=step * settings.batch_size,
-        greedy_accuracy=greedy,
-        sampled_accuracy=sampled,
-        seconds=time.monotonic() - began,
-    )
+    return model.eval(), progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +353,10 @@ def warm_start_domains(
 
     model = random_decoder(settings.shape, seed=settings.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    sizes = {name: _batch_size(problem, settings) for name, problem in settings.demonstrations.items()}
+    sizes = {}
+    for name, problem in settings.demonstrations.items():
+        measured = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer)
+        sizes[name] = max(1, settings.tokens // measured.token_ids.shape[1])
     shown = dict.fromkeys(sizes, 0)
     low, high = settings.reward
     shares = dict.fromkeys(sizes, 1.0)
@@ -402,11 +386,6 @@ def warm_start_domains(
             "try another seed, a lower learning rate, other problems, or a model of another width"
         )
     return model.eval(), progress
-
-
-def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
-    rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
-    return max(1, settings.tokens // rows.shape[1])
 
 
 def sampled_answers(

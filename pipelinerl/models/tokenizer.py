@@ -12,10 +12,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
@@ -53,28 +53,16 @@ _WITHOUT_TEMPLATE: Final = (
 )
 
 
-class ChatTurn(Protocol):
-    """One message, such as `pipelinerl.types.Message` or the contract's `ChatMessage`."""
-
-    @property
-    def role(self) -> str:
-        """The role: `system`, `user`, `assistant`, …"""
-        ...
-
-    @property
-    def content(self) -> Any:
-        """The text of the turn."""
-        ...
-
-
 @final
 class ChatTokenizer:
     """A fast tokenizer with a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast | PlainTokenizer, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = len(tokenizer)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = len(tokenizer)
+        """The number of tokens, including added ones."""
+        self.eos_token_ids = frozenset(eos_token_ids)
+        """The tokens that end a sample: those of generation_config.json or config.json, and the tokenizer's."""
 
     @classmethod
     def load(cls, path: Path) -> ChatTokenizer:
@@ -98,19 +86,9 @@ class ChatTokenizer:
             )
         return cls(tokenizer, ids)
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a sample: those of generation_config.json or config.json, and the tokenizer's."""
-        return self._eos_token_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens, including added ones."""
-        return self._vocab_size
-
     def encode_chat(
         self,
-        messages: Sequence[ChatTurn],
+        messages: Sequence[Message | ChatMessage],
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
@@ -132,7 +110,7 @@ class ChatTokenizer:
 
     def encode_continuation(
         self,
-        messages: Sequence[ChatTurn],
+        messages: Sequence[Message | ChatMessage],
         first_new: int,
         token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
@@ -151,7 +129,7 @@ class ChatTokenizer:
     @cached_property
     def tail(self) -> ConversationTail:
         """The encoder of the text that this model's template writes after an answer."""
-        decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
+        decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self.eos_token_ids}
         ends = {index: text for index, text in decoded.items() if text}
         return ConversationTail(self._contents, self._render, ends)
 
@@ -165,7 +143,7 @@ class ChatTokenizer:
         form = self.call_format
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
-    def _turn(self, row: int, message: ChatTurn) -> Turn:
+    def _turn(self, row: int, message: Message | ChatMessage) -> Turn:
         """Return a message in the template's form; `developer` becomes `system` if the template lacks that role."""
         turn: Turn = {"role": message.role, "content": message.content}
         if message.role == "developer" and "developer" not in self._template_source:
@@ -203,7 +181,7 @@ class ChatTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return token ids of `text` as a raw prompt, after the beginning-of-text token, if any. Raises ModelError."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
-        return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
+        return [token_id for token_id in special if token_id not in self.eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of `text` as an assistant's content. Raises ModelError if it cannot be encoded."""
@@ -222,7 +200,7 @@ class ChatTokenizer:
             # Empty if the model has no template; then only `encode_content` works.
             template=self._template_source,
             render=self._render,
-            ends=self._eos_token_ids,
+            ends=self.eos_token_ids,
             unknown=tokenizer.unk_token_id,
         )
 
@@ -238,9 +216,11 @@ class ChatTokenizer:
             raise ModelError(_WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
         try:
             if isinstance(tokenizer, PlainTokenizer) and not template_kwargs:
-                return tokenizer.rendered(chat.turns, opens=opens, tools=tools)
+                text = tokenizer.rendered(chat.turns, opens=opens, tools=tools)
+                if text is not None:
+                    return text
             given: Any = tools
-            text = self._whole.apply_chat_template(
+            whole = self._whole.apply_chat_template(
                 list(chat.turns), tools=given, add_generation_prompt=opens, tokenize=False, **template_kwargs
             )
         except (TemplateError, *FAILURES) as error:
@@ -248,7 +228,7 @@ class ChatTokenizer:
                 f"the chat template cannot render {len(chat.turns)} messages: {one_line(error)}; change the messages "
                 "or the template"
             ) from error
-        return str(text)
+        return str(whole)
 
     @cached_property
     def _not_for_templates(self) -> frozenset[str]:
@@ -283,8 +263,6 @@ class IncrementalDetokenizer:
     It decodes a window of recent tokens before and after each new token; the difference is the new text. The window
     includes the tokens of the previous emission, since some decoders treat the first token specially.
     """
-
-    __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -345,15 +323,11 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
 
 def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
     """Read the tokenizer of `path`, without importing transformers where possible; raises transformers' errors."""
-    whole = partial(_read_whole, path)
-    return (read_plain(path, whole) if _is_plain(path) else None) or whole()
 
+    def read_whole() -> PreTrainedTokenizerFast:
+        return _reader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
-def _read_whole(path: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = _reader(path).from_pretrained(
-        str(path), local_files_only=True, trust_remote_code=False
-    )
-    return tokenizer
+    return (read_plain(path, read_whole) if _is_plain(path) else None) or read_whole()
 
 
 def _is_plain(path: Path) -> bool:
@@ -362,13 +336,9 @@ def _is_plain(path: Path) -> bool:
 
 
 def _reader(path: Path) -> Any:
-    if _is_plain(path):
-        from transformers import PreTrainedTokenizerFast
+    import transformers
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    return transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
 
 
 def _named(file: Path, name: str) -> Any:
@@ -423,8 +393,8 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
 # Importing transformers takes most of a second of CPU time; numpy and JAX engines need it only for the tokenizer.
 # `PlainTokenizer` reads tokenizer.json and the chat template. Ids, texts and renderings equal those of
 # `PreTrainedTokenizerFast`, to the character. Directories with settings that `PreTrainedTokenizerFast` does not write
-# are not supported. For chats with non-text contents, and after failures, `PlainTokenizer` loads that class and calls
-# it (`whole`).
+# are not supported. For chats with non-text contents, and after failures, `ChatTokenizer` loads that class and calls
+# it (`PlainTokenizer.whole`).
 
 #: The entries of tokenizer_config.json that name a special token, in transformers' order.
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -475,37 +445,31 @@ class PlainTokenizer:
         """The tokenizer that transformers reads from the directory, loaded on first use."""
         return self._read_whole()
 
-    def get_chat_template(self) -> str:
-        """Return the template; raises ValueError without one."""
-        if self.chat_template is None:
-            raise ValueError("there is no chat template")
-        return self.chat_template
-
     def rendered(
         self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
-        """Render messages; `opens` adds the opening of the assistant's turn. Raises the errors of `whole`."""
+    ) -> str | None:
+        """Render messages; `opens` adds the opening of the assistant's turn. Return None if `whole` must render them,
+        or must report what is wrong with them.
+        """
         from jinja2 import TemplateError
 
-        plain = turns and all(isinstance(turn["content"], str) for turn in turns)
-        if plain and self.chat_template is not None and not _OF_ITS_OWN.search(self.chat_template):
-            try:
-                return self._template.render(
-                    messages=[{key: _plain(value) for key, value in turn.items()} for turn in turns],
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=opens,
-                    **self._named,
-                )
-            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-                pass  # the call of `whole` below then raises transformers' error
-        messages: Any = [dict(turn) for turn in turns]
-        offered: Any = None if tools is None else list(tools)
-        return str(self.whole.apply_chat_template(messages, tools=offered, add_generation_prompt=opens, tokenize=False))
+        has_texts = turns and all(isinstance(turn["content"], str) for turn in turns)
+        if not has_texts or self.chat_template is None or _OF_ITS_OWN.search(self.chat_template):
+            return None
+        try:
+            return self._template.render(
+                messages=[{key: _plain(value) for key, value in turn.items()} for turn in turns],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=opens,
+                **self._named,
+            )
+        except (TemplateError, *FAILURES):
+            return None
 
     @cached_property
     def _template(self) -> Template:
-        return compiled(self.get_chat_template())
+        return compiled(str(self.chat_template))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, including special tokens."""

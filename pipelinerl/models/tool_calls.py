@@ -121,7 +121,7 @@ def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Parse `text` as JSON; return it unchanged if the schema requires a string or it is not valid JSON."""
+    """Parse `value` as JSON; return it unchanged if the schema requires a string or `value` is not valid JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     plain = _json(value)

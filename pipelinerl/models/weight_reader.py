@@ -132,10 +132,9 @@ def _with_aliases(
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)
-    return {
-        name: stored[there]
-        for shared in names.values()
-        for there in [next((each for each in shared if each in stored), None)]
-        if there is not None
-        for name in shared
-    }
+    found: dict[str, tuple[_StoredTensor, ...]] = {}
+    for shared in names.values():
+        there = next((name for name in shared if name in stored), None)
+        if there is not None:
+            found |= dict.fromkeys(shared, stored[there])
+    return found

@@ -168,7 +168,7 @@ class ScriptedEngine:
     def serving(self) -> tuple[int, int]:
         return self._serving
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
         if on_update is OnUpdate.ABORT:
             self._aborts += 1
         if on_update is OnUpdate.DRAIN and self._fault is not Fault.IGNORES_DRAIN:

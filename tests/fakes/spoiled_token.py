@@ -39,7 +39,7 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
         model.get_input_embeddings().weight[SPOILED] = torch.nan
     engine.staging()[:] = as_bytes(model)
     await asyncio.to_thread(engine.finish_staging)
-    await engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+    await engine.commit(version=1, epoch=0, on_update=OnUpdate.CONTINUE)
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:

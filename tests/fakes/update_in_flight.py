@@ -49,7 +49,7 @@ async def samples_across_an_update(
     assert [spec.name for spec in engine.layout.parameters] == [name for name, _ in new.named_parameters()]
     engine.staging()[:] = as_bytes(new)
     await asyncio.to_thread(engine.finish_staging)
-    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
+    commit = asyncio.create_task(engine.commit(version=3, epoch=1, on_update=on_update))
     await asyncio.sleep(0)
     gate.open()
     assert await commit < SOON_S

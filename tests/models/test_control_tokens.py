@@ -298,9 +298,9 @@ def test_private_use_characters_in_contents_never_become_control_tokens() -> Non
 @given(st.text("<|>ab", max_size=12))
 def test_overlapping_control_tokens_in_a_text_are_all_found(content: str) -> None:
     texts = ("<|a|>", "<|", "|><", "a")
-    found = Spellings.of(texts).starts(content)
+    found = Spellings(texts).starts(content)
     assert found == [at for at in range(len(content)) if content.startswith(texts, at)]
-    assert Spellings.of(()).starts(content) == []
+    assert Spellings(()).starts(content) == []
 
 
 SWITCHED = (

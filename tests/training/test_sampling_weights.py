@@ -90,7 +90,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
         until = engine.metrics().generated_tokens_total + 64
         while engine.metrics().generated_tokens_total < until and not all(each.done() for each in answers):
             await asyncio.sleep(0.001)
-        await engine.commit(version=version, epoch=1, digest=str(version), on_update=on_update)
+        await engine.commit(version=version, epoch=1, on_update=on_update)
     done = await asyncio.gather(*answers)
     await engine.close()
     return [

@@ -11,7 +11,8 @@ from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError
-from pipelinerl.models.checkpoint import model_type, text_config
+from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.directory_files import text_config
 from pipelinerl.models.model_shape import REPLAYED, mixture_of, read_shape
 from pipelinerl.roles.wiring import routing_of
 from trainer_contract.errors import SpecError

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from inference_contract.errors import ContextExceeded, ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
@@ -44,25 +44,21 @@ from inference_contract.weights import (
 from pipelinerl import rng
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.logit_changes import LogitChange
-from pipelinerl.engines.batching.model_runner import Capacity, ModelRunner, Scheduler
+from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.sequence import (
-    Decoder,
     Delivery,
-    Detokenizer,
-    NewTokens,
     Request,
+    ResponseWriter,
     TextWindow,
-    completion,
-    first_chunk,
     offered_tools,
-    token_chunk,
-    usage_chunk,
 )
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.background import tell
 from pipelinerl.weights.layout import converted_by
 
 #: The longest time that `close` waits for the loop's thread to finish its step, in seconds.
@@ -78,49 +74,9 @@ _NO_SCORES: Final = (
 _CLOSING: Final = "the engine is closing; send the request to another one"
 
 
-class Tokenizer(Decoder, Protocol):
-    """Tokenizer interface of the engine; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end a sample; the answer's text omits them."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        template_kwargs: Mapping[str, Any] = ...,
-        tools: Sequence[ToolDefinition] = ...,
-    ) -> list[int]:
-        """Tokenise a conversation with the chat template, including the opening of the assistant's turn."""
-        ...
-
-    def encode_continuation(
-        self,
-        messages: Sequence[ChatMessage],
-        first_new: int,
-        token_ids: Sequence[int],
-        template_kwargs: Mapping[str, Any] = ...,
-        tools: Sequence[ToolDefinition] = ...,
-    ) -> list[int]:
-        """Tokenise a conversation whose first messages have known tokens.
-
-        `token_ids` are the tokens of all messages before `messages[first_new]`; they are kept unchanged.
-        """
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a plain text, without the chat template."""
-        ...
-
-    def detokenizer(self) -> Detokenizer:
-        """Return a fresh incremental detokenizer."""
-        ...
-
-
 @final
 class BatchingEngine:
-    """An engine that batches requests over a `SampleLoop`.
+    """An engine that batches requests over a `SampleLoop`; satisfies `Engine` and `WeightTarget`.
 
     Args:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
@@ -136,7 +92,7 @@ class BatchingEngine:
         *,
         load: Callable[[], ModelRunner] | None = None,
         loop: LoopBuilder | None = None,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         endpoints: EndpointFactory = IN_PROCESS,
         continuation: Continuation = Continuation.SAME_NOISE,
         prefill_tokens: int = 8192,
@@ -153,7 +109,8 @@ class BatchingEngine:
             assert load is not None
             self._loop = DecodeLoop(
                 load=load,
-                scheduler=lambda runner: Scheduler(Capacity(runner.slots, options.max_waiting), prefill_tokens),
+                max_waiting=options.max_waiting,
+                prefill_tokens=prefill_tokens,
                 deliver=self._deliver_from_thread,
             )
         self._receiver = WeightReceiver(self, pull=options.pull, endpoints=endpoints)
@@ -204,7 +161,7 @@ class BatchingEngine:
             self._forget(work)
         if delivery.error is not None:
             raise delivery.error
-        return completion(request, work, self._options.model_id, self._tokenizer)
+        return self._writer(request, work).completion()
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """Sample all choices; yield new tokens per step or requested interval. Closing the iterator frees the slots."""
@@ -219,13 +176,13 @@ class BatchingEngine:
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Yield a chunk every `interval_s` seconds, from the samples' token lists, which the loop's thread fills."""
         work = await self._work(request, streams=False)
-        new_tokens = NewTokens(request, work, self._options.model_id, self._tokenizer)
+        writer = self._writer(request, work)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=interval_s)
-                chunk = new_tokens.take(all_of_it=ended.done())
+                chunk = writer.new_tokens(all_of_it=ended.done())
                 if chunk is not None:
                     yield chunk
         finally:
@@ -234,31 +191,31 @@ class BatchingEngine:
         if error is not None:
             raise error
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield usage_chunk(request, work, self._options.model_id, new_tokens.version)
+            yield writer.usage_chunk(writer.newest_version)
 
     async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         work = await self._work(request, streams=True)
-        model = self._options.model_id
+        writer = self._writer(request, work)
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
             delivery = await deliveries.get()  # this wait always ends: each request gets tokens, an end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
-                yield first_chunk(request, work, model, version)
+                yield writer.first_chunk(version)
             while True:
                 if delivery.error is not None:
                     raise delivery.error
                 for token in delivery.tokens:
                     version = token.version
-                    yield token_chunk(request, work, model, token, self._tokenizer)
+                    yield writer.token_chunk(token)
                 if delivery.is_last:
                     break
                 delivery = await deliveries.get()
         finally:
             self._forget(work)
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield usage_chunk(request, work, model, version)
+            yield writer.usage_chunk(version)
 
     async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
         model = self._started()
@@ -330,6 +287,9 @@ class BatchingEngine:
         except PipelineError as error:
             raise InvalidRequest(str(error), param="prompt" if text else "messages") from error
 
+    def _writer(self, chat: ChatCompletionRequest, work: Request) -> ResponseWriter:
+        return ResponseWriter(chat, work, model=self._options.model_id, tokenizer=self._tokenizer)
+
     def _submit(self, work: Request, waiter: Callable[[Delivery], None]) -> None:
         self._waiters[work.request_id] = (work, waiter)
         try:
@@ -343,11 +303,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # the body of `pipelinerl.system.background.tell`, inlined to save a function call per step
-            self._events.call_soon_threadsafe(self._deliver, deliveries)
-        except RuntimeError:
-            if not self._events.is_closed():
-                raise
+        tell(self._events, self._deliver, deliveries)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
@@ -359,40 +315,33 @@ class BatchingEngine:
     # --- weights: the contract's two methods, and the receiver's target ------------------------------------------
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; returns once every rank has joined."""
         self._started()
         return await self._receiver.init_process_group(request)
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Run one phase of a weight update."""
         self._started()
         return await self._receiver.request_weight_update(request)
 
     @property
     def layout(self) -> WeightLayout:
-        """The model's parameters in the order in which they are received."""
         return self._started().layout
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], unused until `commit`."""
         return self._started().staging()
 
     def finish_staging(self) -> None:
-        """Prepare the filled `staging` for a quick `commit`; called on the receiving thread."""
         self._started().finish_staging()
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is ignored."""
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+        """Serve the staged weights from the next step on; return the pause in seconds."""
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
-        """The (epoch, version) of the serving weights."""
         return self._loop.serving
 
     # --- state ---------------------------------------------------------------------------------------------------
 
     def model_card(self) -> ModelCard:
-        """Return the served model, its version and its layout."""
         model = self._started()
         epoch, version = self._loop.serving
         return ModelCard(
@@ -407,7 +356,6 @@ class BatchingEngine:
         )
 
     def health(self) -> Health:
-        """Return the engine's state without waiting."""
         state = EngineState.READY if self._receiver.dirty is None else EngineState.DIRTY
         if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
@@ -415,7 +363,6 @@ class BatchingEngine:
         return Health(state=state, model_version=version, epoch=epoch, continuation=self._continuation)
 
     def metrics(self) -> EngineMetrics:
-        """Return load and totals without waiting."""
         model, totals, updates = self._started(), self._loop.totals, self._receiver.totals
         room = model.room
         epoch, version = self._loop.serving

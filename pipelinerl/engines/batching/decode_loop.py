@@ -30,7 +30,15 @@ from typing import Final, final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.model_runner import Admission, ModelRunner, Moves, Prefill, RowState, Scheduler
+from pipelinerl.engines.batching.model_runner import (
+    Admission,
+    Capacity,
+    ModelRunner,
+    Moves,
+    Prefill,
+    RowState,
+    Scheduler,
+)
 from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, RouteLog, ServedModel
 from pipelinerl.engines.batching.sequence import (
     Delivery,
@@ -58,11 +66,12 @@ class _Commit:
 
 @final
 class DecodeLoop:
-    """Decode loop of one model on one thread.
+    """Decode loop of one model on one thread; satisfies `SampleLoop`.
 
     Args:
         load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
-        scheduler: builds the scheduler for a runner.
+        max_waiting: the number of samples that may wait for a row.
+        prefill_tokens: the maximum number of prompt tokens that are admitted between two steps.
         deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 
@@ -70,14 +79,15 @@ class DecodeLoop:
         self,
         *,
         load: Callable[[], ModelRunner],
-        scheduler: Callable[[ModelRunner], Scheduler],
+        max_waiting: int,
+        prefill_tokens: int,
         deliver: Callable[[list[Delivery]], None],
     ) -> None:
         self.totals = LoopTotals()
         self.serving = UNTRAINED
         self.ready: Future[ServedModel] = Future()
         self._load = load
-        self._build_scheduler = scheduler
+        self._max_waiting, self._prefill_tokens = max_waiting, prefill_tokens
         self._deliver = deliver
         self._changed = threading.Condition()
         self._cancelled: list[Request] = []
@@ -98,7 +108,6 @@ class DecodeLoop:
         return self.ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; return whether it ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -107,7 +116,6 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
@@ -117,11 +125,9 @@ class DecodeLoop:
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples that wait for a row."""
         return self._scheduler.num_waiting
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `InvalidRequest`, `Overloaded` or `EngineStopped`."""
         if request.response_format is not None:
             raise InvalidRequest(_NO_STRUCTURE, param="response_format")
         with self._changed:
@@ -175,7 +181,8 @@ class DecodeLoop:
     def _loaded(self) -> bool:
         try:
             self._runner = self._load()
-            self._scheduler = self._build_scheduler(self._runner)
+            capacity = Capacity(self._runner.slots, self._max_waiting)
+            self._scheduler = Scheduler(capacity, self._prefill_tokens)
         except BaseException as error:  # pass any exception to the caller that waits for `ready`
             self.ready.set_exception(error)
             return False
@@ -227,7 +234,8 @@ class DecodeLoop:
             return
         computed = [each for each in admissions if each.sibling is None]
         self._score_prompts(computed)
-        prefills = [_prefill(each) for each in computed]
+        # The last token has no prefill: the next step feeds it.
+        prefills = [Prefill(each.sequences[0].context[:-1], each.rows) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         if routes is not None and routes.is_on:
             _keep_routing_of_prompts(computed, routes)
@@ -378,11 +386,6 @@ class DecodeLoop:
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
-
-
-def _prefill(admission: Admission) -> Prefill:
-    """Return the request to prefill an admitted sequence except its last token, which the next step feeds."""
-    return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:

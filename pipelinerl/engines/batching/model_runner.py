@@ -297,7 +297,7 @@ class Scheduler:
         """Queue a request. Raises `InvalidRequest` if it could never fit, and `Overloaded` if it does not fit now."""
         samples = len(request.sequences)
         self._capacity.check(samples, running=len(self.running), waiting=self.num_waiting)
-        self._waiting.insert(bisect_right(self._waiting, request.priority, key=_priority), request)
+        self._waiting.insert(bisect_right(self._waiting, request.priority, key=lambda queued: queued.priority), request)
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
@@ -412,7 +412,3 @@ class _Blocks:
                 self._running += several
                 return several
         return 0
-
-
-def _priority(request: Request) -> int:
-    return request.priority

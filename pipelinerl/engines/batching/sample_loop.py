@@ -46,16 +46,10 @@ class RouteLog(Protocol):
     """The experts that a mixture-of-experts model chose in its last forward pass, recorded while `is_on` is true."""
 
     is_on: bool
-
-    @property
-    def decoded(self) -> Experts:
-        """The experts [B, layers, top_k] of the last decode step, chosen for the token that each row was fed."""
-        ...
-
-    @property
-    def prefilled(self) -> list[Experts]:
-        """The experts of each prompt in the last prefill; one array [tokens, layers, top_k] per prompt."""
-        ...
+    decoded: Experts
+    """The experts [B, layers, top_k] of the last decode step, chosen for the token that each row was fed."""
+    prefilled: list[Experts]
+    """The experts of each prompt in the last prefill; one array [tokens, layers, top_k] per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +122,10 @@ class ServedModel(Protocol):
 class SampleLoop(Protocol):
     """Samples answers to requests on its own thread. The event loop calls these methods; only `stop` blocks."""
 
-    @property
-    def totals(self) -> LoopTotals:
-        """Counts since the loop started."""
-        ...
-
-    @property
-    def serving(self) -> tuple[int, int]:
-        """The (epoch, version) of the weights that sample now."""
-        ...
+    totals: LoopTotals
+    """Counts since the loop started."""
+    serving: tuple[int, int]
+    """The (epoch, version) of the weights that sample now."""
 
     @property
     def is_alive(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, final
+from typing import Literal, final
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from inference_contract.schemas import (
 )
 from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
 from pipelinerl.engines.batching.logit_changes import LogitChange
+from pipelinerl.models.tokenizer import ChatTokenizer, IncrementalDetokenizer
 from pipelinerl.models.tool_calls import ParsedAnswer
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
@@ -44,25 +45,11 @@ from trainer_contract.types import Experts
 TopTokens = list[tuple[int, float]]
 
 
-class Detokenizer(Protocol):
-    """Converter of token ids to text, one token at a time; holds back incomplete characters."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, possibly empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text that is still held back."""
-        ...
-
-
 @final
 class TextWindow:
     """The growing text of one sample, cut before the first of the strings `stops` that appears in it."""
 
-    __slots__ = ("_detokenizer", "_longest_stop", "_shown", "_stopped", "_stops", "text")
-
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stops: tuple[str, ...]) -> None:
         self.text = ""
         self._detokenizer = detokenizer
         self._stops = stops
@@ -228,11 +215,6 @@ class Request:
         """True if no sample has a prefix, so that all samples continue the same tokens, the prompt."""
         return not any(sequence.prefix for sequence in self.sequences)
 
-    @property
-    def num_sampled_tokens(self) -> int:
-        """The number of tokens sampled so far, over all choices."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
-
 
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
     """Append one step's tokens; set the finish reason of samples that ended, and return their rows, ascending.
@@ -284,52 +266,170 @@ class Delivery:
     error: ContractError | None = None
 
 
-class Decoder(Protocol):
-    """Converter of token ids to text."""
+@final
+class ResponseWriter:
+    """Writer of the response to `request`, whole or in chunks, or of the chunks of tokens sampled since the last one.
 
-    def decode(self, token_ids: Items[int]) -> str:
-        """Return the text of `token_ids`."""
-        ...
+    `model` is the served model's name.
+    """
 
-    def parse_answer(self, text: str, tools: Items[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """Return the content and the tool calls of an answer's text."""
-        ...
+    def __init__(self, chat: ChatCompletionRequest, request: Request, *, model: str, tokenizer: ChatTokenizer) -> None:
+        self.newest_version = 0
+        """The newest version in the chunks of `new_tokens` so far."""
+        self._chat = chat
+        self._request = request
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sent = [0] * len(request.sequences)
+        self._ended = [False] * len(request.sequences)
+        self._opened = False
+
+    def completion(self) -> ChatCompletion:
+        """Return the whole response; its `model_version` is the newest version that sampled any of its tokens."""
+        request = self._request
+        return ChatCompletion(
+            id=request.request_id,
+            created=int(time.time()),
+            model=self._model,
+            choices=[self._choice(sequence) for sequence in request.sequences],
+            usage=_usage(request),
+            prompt_token_ids=request.prompt_token_ids if self._chat.return_token_ids else None,
+            prompt_routed_experts=_prompt_routed(request),
+            prompt_logprobs=request.prompt_logprobs,
+            model_version=max(sequence.newest_version for sequence in request.sequences),
+            epoch=request.epoch,
+        )
+
+    def first_chunk(self, version: int) -> ChatCompletionChunk:
+        """Return the chunk that opens a stream: the role of every choice, and the prompt's tokens."""
+        opening = Delta(role="assistant", content="")
+        choices = [ChunkChoice(index=sequence.index, delta=opening) for sequence in self._request.sequences]
+        return self._chunk(version, choices, opens=True)
+
+    def token_chunk(self, token: SampledToken) -> ChatCompletionChunk:
+        """Return the chunk for one token of one choice."""
+        token_ids = [] if token.token_id is None else [token.token_id]
+        logprobs = [token.logprob] * len(token_ids)
+        top = [] if token.top is None else [token.top]
+        returned, reason = self._chat.return_token_ids, token.finish_reason
+        delta = Delta(content=token.text or None)
+        if offered_tools(self._chat):  # the text may be part of a tool call, so it is sent only at the end
+            delta = Delta()
+            if reason is not None:
+                sequence = next(each for each in self._request.sequences if each.index == token.index)
+                answer = self._answer(sequence)
+                delta, reason = _delta(answer), _reason(reason, answer)
+        choice = ChunkChoice(
+            index=token.index,
+            delta=delta,
+            finish_reason=reason,
+            logprobs=self._logprobs(token_ids, logprobs, top),
+            token_ids=token_ids if returned else None,
+            token_logprobs=logprobs if returned else None,
+            version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
+            routed_experts=_routed([] if token.routed is None else [token.routed], self._request),
+        )
+        return self._chunk(token.version, [choice])
+
+    def new_tokens(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
+        """Return the chunk of the tokens sampled since the last call, or None if there are none.
+
+        A choice's text is sent once, when the choice ends. `all_of_it` is True once the request has ended.
+        """
+        choices = []
+        for place, sequence in enumerate(self._request.sequences):
+            start, (reason, end) = self._sent[place], sequence.certain()
+            if all_of_it:
+                end = len(sequence.token_ids)
+            if end == start and (reason is None or self._ended[place]):
+                continue
+            self._sent[place], self._ended[place] = end, reason is not None
+            self.newest_version = max(self.newest_version, sequence.newest_version)
+            choices.append(self._part(sequence, start, end, reason))
+        if not choices:
+            return None
+        opens, self._opened = not self._opened, True
+        return self._chunk(self.newest_version, choices, opens=opens)
+
+    def usage_chunk(self, version: int) -> ChatCompletionChunk:
+        """Return the chunk that ends a stream with its usage, if `stream_options` request it."""
+        return self._chunk(version, [], used=_usage(self._request))
+
+    def _choice(self, sequence: Sequence) -> Choice:
+        returned, answer = self._chat.return_token_ids, self._answer(sequence)
+        return Choice(
+            index=sequence.index,
+            message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
+            finish_reason=_reason(sequence.finish_reason or FinishReason.ABORT, answer),
+            logprobs=self._logprobs(sequence.token_ids, sequence.logprobs, sequence.top),
+            token_ids=sequence.token_ids if returned else None,
+            token_logprobs=sequence.logprobs if returned else None,
+            version_spans=sequence.spans() if returned else None,
+            routed_experts=_routed(sequence.routed, sequence.request),
+        )
+
+    def _part(self, sequence: Sequence, start: int, end: int, reason: FinishReason | None) -> ChunkChoice:
+        token_ids, logprobs = sequence.token_ids[start:end], sequence.logprobs[start:end]
+        returned = self._chat.return_token_ids
+        role: Literal["assistant"] | None = "assistant" if start == 0 else None
+        delta = Delta(role=role)
+        if reason is not None:
+            answer = self._answer(sequence)
+            delta, reason = _delta(answer, role=role), _reason(reason, answer)
+        return ChunkChoice.model_construct(  # skip validation, which is slow here; the values are trusted
+            index=sequence.index,
+            delta=delta,
+            finish_reason=reason,
+            logprobs=self._logprobs(token_ids, logprobs, sequence.top[start:end]),
+            token_ids=token_ids if returned else None,
+            token_logprobs=logprobs if returned else None,
+            version_spans=sequence.spans(start, end) if returned else None,
+            routed_experts=_routed(sequence.routed[start:end], self._request),
+        )
+
+    def _answer(self, sequence: Sequence) -> ParsedAnswer:
+        """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
+        text, tools = _text(sequence, self._tokenizer), offered_tools(self._chat)
+        if not tools:
+            return ParsedAnswer(text)
+        token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
+        return self._tokenizer.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
+
+    def _logprobs(self, token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens]) -> ChoiceLogprobs | None:
+        if not self._chat.logprobs:
+            return None
+        content = []
+        for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+            token = self._tokenizer.decode([token_id])
+            likeliest = [self._top_logprob(*pair) for pair in top[place]] if top else []
+            spelled = list(token.encode())
+            content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelled, top_logprobs=likeliest))
+        return ChoiceLogprobs(content=content)
+
+    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+        token = self._tokenizer.decode([token_id])
+        return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
+
+    def _chunk(
+        self, version: int, choices: list[ChunkChoice], *, used: Usage | None = None, opens: bool = False
+    ) -> ChatCompletionChunk:
+        request = self._request
+        return ChatCompletionChunk(
+            id=request.request_id,
+            created=int(time.time()),
+            model=self._model,
+            choices=choices,
+            usage=used,
+            prompt_token_ids=request.prompt_token_ids if opens and self._chat.return_token_ids else None,
+            prompt_routed_experts=_prompt_routed(request) if opens else None,
+            model_version=version,
+            epoch=request.epoch,
+        )
 
 
-def completion(chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
-    """Return the whole response; its `model_version` is the newest version that sampled any of its tokens."""
-    return ChatCompletion(
-        id=request.request_id,
-        created=int(time.time()),
-        model=model,
-        choices=[_choice(chat, sequence, decoder) for sequence in request.sequences],
-        usage=usage(request),
-        prompt_token_ids=request.prompt_token_ids if chat.return_token_ids else None,
-        prompt_routed_experts=_prompt_routed(request),
-        prompt_logprobs=request.prompt_logprobs,
-        model_version=max(sequence.newest_version for sequence in request.sequences),
-        epoch=request.epoch,
-    )
-
-
-def usage(request: Request) -> Usage:
-    """Return the token counts of the request so far."""
-    prompt, sampled = len(request.prompt_token_ids), request.num_sampled_tokens
+def _usage(request: Request) -> Usage:
+    prompt, sampled = len(request.prompt_token_ids), sum(len(sequence.token_ids) for sequence in request.sequences)
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
-
-
-def _choice(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> Choice:
-    returned, answer = chat.return_token_ids, _answer(chat, sequence, decoder)
-    return Choice(
-        index=sequence.index,
-        message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
-        finish_reason=_reason(sequence.finish_reason or FinishReason.ABORT, answer),
-        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if chat.logprobs else None,
-        token_ids=sequence.token_ids if returned else None,
-        token_logprobs=sequence.logprobs if returned else None,
-        version_spans=sequence.spans() if returned else None,
-        routed_experts=_routed(sequence.routed, sequence.request),
-    )
 
 
 def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
@@ -340,15 +440,6 @@ def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
 
 def _prompt_routed(request: Request) -> RoutedExperts | None:
     return None if request.prompt_routed is None else on_the_wire(request.prompt_routed)
-
-
-def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
-    """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
-    text, tools = _text(sequence, decoder), offered_tools(chat)
-    if not tools:
-        return ParsedAnswer(text)
-    token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
-    return decoder.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
 
 
 def _reason(reason: FinishReason, answer: ParsedAnswer) -> FinishReason:
@@ -368,145 +459,14 @@ def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) ->
     return Delta(role=role, content=answer.content or None, tool_calls=calls or None)
 
 
-def _text(sequence: Sequence, decoder: Decoder) -> str:
+def _text(sequence: Sequence, tokenizer: ChatTokenizer) -> str:
     if sequence.text is not None:
         sequence.text.close()
         return sequence.text.text
     token_ids = sequence.prefix + sequence.token_ids
     if token_ids and token_ids[-1] in sequence.request.stop_ids:
         token_ids = token_ids[:-1]
-    return decoder.decode(token_ids)
-
-
-def _logprobs(token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], decoder: Decoder) -> ChoiceLogprobs:
-    content = []
-    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        token = decoder.decode([token_id])
-        likeliest = [_top_logprob(*pair, decoder) for pair in top[place]] if top else []
-        content.append(TokenLogprob(token=token, logprob=logprob, bytes=list(token.encode()), top_logprobs=likeliest))
-    return ChoiceLogprobs(content=content)
-
-
-def _top_logprob(token_id: int, logprob: float, decoder: Decoder) -> TopLogprob:
-    token = decoder.decode([token_id])
-    return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
-
-
-def first_chunk(chat: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
-    """Return the chunk that opens a stream: the role of every choice, and the prompt's tokens."""
-    choices = [
-        ChunkChoice(index=sequence.index, delta=Delta(role="assistant", content="")) for sequence in request.sequences
-    ]
-    return _chunk(chat, request, model, version, choices, opens=True)
-
-
-def token_chunk(
-    chat: ChatCompletionRequest, request: Request, model: str, token: SampledToken, decoder: Decoder
-) -> ChatCompletionChunk:
-    """Return the chunk for one token of one choice."""
-    token_ids = [] if token.token_id is None else [token.token_id]
-    logprobs = [token.logprob] * len(token_ids)
-    top = [] if token.top is None else [token.top]
-    returned, reason = chat.return_token_ids, token.finish_reason
-    delta = Delta(content=token.text or None)
-    if offered_tools(chat):  # the text may be part of a tool call, so it is sent only at the end
-        delta = Delta()
-        if reason is not None:
-            sequence = next(each for each in request.sequences if each.index == token.index)
-            answer = _answer(chat, sequence, decoder)
-            delta, reason = _delta(answer), _reason(reason, answer)
-    choice = ChunkChoice(
-        index=token.index,
-        delta=delta,
-        finish_reason=reason,
-        logprobs=_logprobs(token_ids, logprobs, top, decoder) if chat.logprobs else None,
-        token_ids=token_ids if returned else None,
-        token_logprobs=logprobs if returned else None,
-        version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
-        routed_experts=_routed([] if token.routed is None else [token.routed], request),
-    )
-    return _chunk(chat, request, model, token.version, [choice])
-
-
-@final
-class NewTokens:
-    """Reader of the tokens sampled since the last `take`; a choice's text is sent once, when the choice ends."""
-
-    def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
-        self.version = 0
-        self._chat = chat
-        self._request = request
-        self._model = model
-        self._decoder = decoder
-        self._sent = [0] * len(request.sequences)
-        self._ended = [False] * len(request.sequences)
-        self._opened = False
-
-    def take(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
-        """Return the next chunk, or None if there are no new tokens. `all_of_it` is True once the request has ended."""
-        choices = []
-        for place, sequence in enumerate(self._request.sequences):
-            start, (reason, end) = self._sent[place], sequence.certain()
-            if all_of_it:
-                end = len(sequence.token_ids)
-            if end == start and (reason is None or self._ended[place]):
-                continue
-            self._sent[place], self._ended[place] = end, reason is not None
-            self.version = max(self.version, sequence.newest_version)
-            choices.append(self._part(sequence, start, end, reason))
-        if not choices:
-            return None
-        opens, self._opened = not self._opened, True
-        return _chunk(self._chat, self._request, self._model, self.version, choices, opens=opens)
-
-    def _part(self, sequence: Sequence, start: int, end: int, reason: FinishReason | None) -> ChunkChoice:
-        token_ids, logprobs = sequence.token_ids[start:end], sequence.logprobs[start:end]
-        returned = self._chat.return_token_ids
-        role: Literal["assistant"] | None = "assistant" if start == 0 else None
-        delta = Delta(role=role)
-        if reason is not None:
-            answer = _answer(self._chat, sequence, self._decoder)
-            delta, reason = _delta(answer, role=role), _reason(reason, answer)
-        return ChunkChoice.model_construct(  # skip validation, which is slow here; the values are trusted
-            index=sequence.index,
-            delta=delta,
-            finish_reason=reason,
-            logprobs=_logprobs(token_ids, logprobs, sequence.top[start:end], self._decoder)
-            if self._chat.logprobs
-            else None,
-            token_ids=token_ids if returned else None,
-            token_logprobs=logprobs if returned else None,
-            version_spans=sequence.spans(start, end) if returned else None,
-            routed_experts=_routed(sequence.routed[start:end], self._request),
-        )
-
-
-def usage_chunk(chat: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
-    """Return the chunk that ends a stream with its usage, if `stream_options` request it."""
-    return _chunk(chat, request, model, version, [], used=usage(request))
-
-
-def _chunk(
-    chat: ChatCompletionRequest,
-    request: Request,
-    model: str,
-    version: int,
-    choices: list[ChunkChoice],
-    *,
-    used: Usage | None = None,
-    opens: bool = False,
-) -> ChatCompletionChunk:
-    return ChatCompletionChunk(
-        id=request.request_id,
-        created=int(time.time()),
-        model=model,
-        choices=choices,
-        usage=used,
-        prompt_token_ids=request.prompt_token_ids if opens and chat.return_token_ids else None,
-        prompt_routed_experts=_prompt_routed(request) if opens else None,
-        model_version=version,
-        epoch=request.epoch,
-    )
+    return tokenizer.decode(token_ids)
 
 
 def offered_tools(chat: ChatCompletionRequest) -> Items[ToolDefinition]:

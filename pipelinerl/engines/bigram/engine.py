@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.logit_changes import LogitChanges
-from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
@@ -66,10 +64,8 @@ class BigramRunner:
         self.scorer = self._prompt_logprobs
         self._current = bytes_of(model.logits).copy()
         self._staged = np.zeros_like(self._current)
-        self._rows: list[RowState | None] = [None] * rows
-        self._feeds = np.zeros(rows, dtype=np.int64)
-        self._num_sampled = np.zeros(rows, dtype=np.int64)
-        self._changes = LogitChanges()
+        self._states: list[RowState | None] = [None] * rows
+        self._rows = RowTable(rows)
         self.top_logprobs: dict[int, TopTokens] = {}
 
     room = None
@@ -91,46 +87,34 @@ class BigramRunner:
         """Do nothing: there is no cache."""
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the rows that `states` name."""
+        self._rows.place(states)
         for state in states:
-            self._rows[state.row] = state
-            self._feeds[state.row] = state.token_id
-            self._num_sampled[state.row] = state.num_sampled
-            self._changes.place(state.row, state.change, state.sampled)
+            self._states[state.row] = state
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move rows `sources` to rows `targets`, pairwise."""
+        self._rows.move(sources, targets)
         for source, target in zip(sources, targets, strict=True):
-            self._rows[target] = self._rows[source]
-            self._feeds[target] = self._feeds[source]
-            self._num_sampled[target] = self._num_sampled[source]
-        self._changes.move(sources, targets)
+            self._states[target] = self._states[source]
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Run one step of rows 0..num_rows-1."""
-        states = [state for state in self._rows[:num_rows] if state is not None]
-        keys = np.array([state.noise_key for state in states], dtype=np.uint64)
-        noise = rng.uniform(keys, self._num_sampled[:num_rows])
-        logits = self._logits()[self._feeds[:num_rows]].astype(np.float64)
-        if self._changes:
-            rows, changed, values = self._changes.of(num_rows)
+        used, table = slice(0, num_rows), self._rows
+        states = [state for state in self._states[used] if state is not None]
+        logits = self._logits()[table.feeds[used]].astype(np.float64)
+        if table.any_change:
+            rows, changed, values = table.changes.of(num_rows)
             logits[rows, changed] += values
         self.top_logprobs = {}
-        token_ids, logprobs = sample_rows(logits, states, noise, self.top_logprobs)
-        self._feeds[:num_rows] = token_ids
-        self._changes.count(self._feeds[:num_rows])
-        self._num_sampled[:num_rows] += 1
+        token_ids, logprobs = sample_rows(logits, states, table.noise(used), self.top_logprobs)
+        table.advance(used, np.array(token_ids, dtype=np.int64))
         return token_ids, logprobs
 
     def staging(self) -> NDArray[np.uint8]:
-        """Return the buffer for the next weights."""
         return self._staged
 
     def finish_staging(self) -> None:
         """Do nothing: weights are served as they arrive."""
 
     def swap(self) -> None:
-        """Make the staged weights current."""
         self._current, self._staged = self._staged, self._current
 
     def _prompt_logprobs(self, token_ids: Sequence[int], temperature: float) -> list[float]:

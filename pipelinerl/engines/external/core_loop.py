@@ -29,7 +29,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
@@ -47,7 +47,6 @@ from pipelinerl.engines.batching.sequence import (
     extend,
     sampled,
 )
-from pipelinerl.engines.options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +81,16 @@ class Step:
 class CoreModel:
     """The model that a core serves; satisfies `ServedModel`. The core reads the staged weights directly."""
 
-    options: EngineOptions
+    slots: int
+    context_length: int
     vocab_size: int
     layout: WeightLayout
     cache_bytes: int
     staged: Any
-
-    @property
-    def slots(self) -> int:
-        """The number of samples that the core works on at once."""
-        return self.options.slots
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens of a sequence, prompt included."""
-        return self.options.context_length
-
-    @property
-    def room(self) -> None:
-        """Always None: a core manages its cache itself."""
-        return None
-
-    @property
-    def route_log(self) -> None:
-        """Always None: cores do not report the choices of routers."""
-        return None
-
-    @property
-    def scorer(self) -> None:
-        """Always None: cores do not return the log-probs of given tokens."""
-        return None
+    #: A core manages its cache itself, and reports neither routing nor the log-probs of given tokens.
+    room: ClassVar[None] = None
+    route_log: ClassVar[None] = None
+    scorer: ClassVar[None] = None
 
     def staging(self) -> Any:
         """Return the staging buffer: u8 [layout.num_bytes], a torch tensor on the host."""
@@ -199,7 +178,7 @@ def named_by(label: str) -> tuple[int, int]:
 
 @final
 class CoreLoop:
-    """One engine core and the thread that drives it.
+    """One engine core and the thread that drives it; satisfies `SampleLoop`.
 
     Args:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
@@ -256,7 +235,6 @@ class CoreLoop:
 
     @property
     def is_alive(self) -> bool:
-        """True while the core runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
@@ -288,7 +266,6 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")
@@ -378,11 +355,9 @@ class CoreLoop:
             try:
                 await self._core.add(begun, salt=salt)
             except ValueError as error:  # the core has rejected a value that `check` accepted
-                self._refuse(request, InvalidRequest(f"the engine's core rejects the request: {error}"))
-
-    def _refuse(self, request: Request, error: ContractError) -> None:
-        self._withdraw(request)
-        self._deliver([Delivery(request, is_last=True, error=error)])
+                self._withdraw(request)
+                rejection = InvalidRequest(f"the engine's core rejects the request: {error}")
+                self._deliver([Delivery(request, is_last=True, error=rejection)])
 
     def _withdraw(self, request: Request) -> None:
         ids = [
@@ -487,27 +462,26 @@ class CoreLoop:
         answer.add_done_callback(unwanted)
 
     async def _swap(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
-        await self._core.stage()
+        core, served = self._core, False
+        await core.stage()
         async with self._turn:
-            return await self._swap_paused(version=version, epoch=epoch, on_update=on_update)
-
-    async def _swap_paused(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
-        core, served, began = self._core, False, time.perf_counter()
-        try:
-            await core.pause(on_update)
-            began = time.perf_counter()  # measure the pause from here, after the last step has ended
-            await core.load_staged(epoch, version)
-            if on_update is OnUpdate.RECOMPUTE_KV:
-                await core.forget_cache()
-            self.serving = (epoch, version)
-            await core.resume()
-            served = True
-        except asyncio.CancelledError:
-            raise EngineStopped("the engine closed before the swap to the new weights") from None
-        finally:
-            if not served and not self._stopping:
-                self._fail(Dirty(f"the swap to {epoch}.{version} failed midway; publish a full update to repair it"))
-        return time.perf_counter() - began
+            try:
+                await core.pause(on_update)
+                began = time.perf_counter()  # measure the pause from here, after the last step has ended
+                await core.load_staged(epoch, version)
+                if on_update is OnUpdate.RECOMPUTE_KV:
+                    await core.forget_cache()
+                self.serving = (epoch, version)
+                await core.resume()
+                served = True
+            except asyncio.CancelledError:
+                raise EngineStopped("the engine closed before the swap to the new weights") from None
+            finally:
+                if not served and not self._stopping:
+                    self._fail(
+                        Dirty(f"the swap to {epoch}.{version} failed midway; publish a full update to repair it")
+                    )
+            return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:
         """End every sample with `error`: after a failed swap, the weights of further tokens would be unknown."""

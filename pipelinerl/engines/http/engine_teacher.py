@@ -26,7 +26,7 @@ from trainer_contract.types import Float32, MicroBatch
 TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 #: The maximum number of requests in flight.
 _AT_ONCE: Final = 64
-_AGAIN_S: Final = 1.0
+_RETRY_S: Final = 1.0
 
 
 @final
@@ -90,6 +90,6 @@ class EngineTeacher:
                 return (await self._client.chat(self.url, request)).prompt_logprobs or []
             except (ContractError, EngineUnreachable) as error:
                 busy = isinstance(error, EngineUnreachable | Overloaded) or error.status >= 500
-                if not busy or time.monotonic() + _AGAIN_S > deadline:
+                if not busy or time.monotonic() + _RETRY_S > deadline:
                     raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {error}") from error
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)

@@ -24,7 +24,7 @@ from pipelinerl.types import Message, Sampling
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 #: HTTP statuses after which the request is retried, because the server's state causes them, not the request.
-_AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 #: Maximum number of characters to quote of a server's error text.
 _QUOTED_CHARS: Final = 300
 #: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
@@ -93,7 +93,7 @@ class OpenAIServer:
                 raise EngineUnreachable(f"{self.url} must answer in JSON: {error}") from None
             else:
                 last = f"HTTP {response.status_code}: {_quoted(response)}"
-                if response.status_code not in _AGAIN:
+                if response.status_code not in _RETRIED:
                     raise EngineUnreachable(f"{self.url} refused the request: {last}")
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

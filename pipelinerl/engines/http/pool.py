@@ -23,11 +23,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Final, Protocol, final
+from typing import Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
 from inference_contract.routed_experts import RoutedExperts
@@ -41,13 +41,13 @@ from inference_contract.schemas import (
     ChunkChoice,
     Continuation,
     FinishReason,
-    Health,
     Span,
     StreamOptions,
     Usage,
 )
 from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl import rng
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.types import Answered
 
@@ -277,7 +277,7 @@ class LeastBusy:
 
 
 #: Errors after which the request is retried, because the engine's state causes them, not the request.
-_ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
+_RETRIED: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
@@ -285,22 +285,6 @@ _FAULTS: Final = 3
 #: A conversation stays on its engine if this engine has at most `NEAR_TOKENS` more outstanding tokens than the least
 #: busy one.
 NEAR_TOKENS: Final = 8192
-
-
-class ChatClient(Protocol):
-    """Client interface of the pool; `EngineClient` satisfies it."""
-
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return one whole completion."""
-        ...
-
-    def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield one completion in chunks."""
-        ...
-
-    async def health(self, url: str) -> Health:
-        """Return the engine's health, including its support for continuations."""
-        ...
 
 
 def cost(request: ChatCompletionRequest) -> int:
@@ -317,7 +301,7 @@ class EnginePool:
 
     def __init__(
         self,
-        client: ChatClient,
+        client: EngineClient,
         urls: Iterable[str] = (),
         *,
         deadline_s: float = 600.0,
@@ -404,12 +388,13 @@ class EnginePool:
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
-                    completion = await self._tried(url, request, answer, begun, scope)
+                    completion = await self._attempt(url, request, answer, begun, scope)
                     return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
-            except _ELSEWHERE as error:
+            except _RETRIED as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)
-                self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
+                avoided_s = pause_s if isinstance(error, Overloaded) else self._suspect_s
+                self._suspect_until[url] = time.monotonic() + avoided_s
             except ContractError as error:
                 last = f"{url}: {error}"
                 answer.forget()
@@ -427,11 +412,8 @@ class EnginePool:
             finally:
                 self._named[engine] -= 1
                 answer.hand_over()
-        raise self._deadline_error(last)
-
-    def _deadline_error(self, last: str) -> DeadlineError:
         known = ", ".join(sorted(self._serving)) or "none"
-        return DeadlineError(
+        raise DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
@@ -460,7 +442,7 @@ class EnginePool:
         outstanding = self._load.outstanding
         return near if outstanding[near] <= outstanding[least] + NEAR_TOKENS else least
 
-    async def _tried(
+    async def _attempt(
         self,
         url: str,
         request: ChatCompletionRequest,
@@ -472,8 +454,8 @@ class EnginePool:
         self._load.add(url, tokens)
         self._running.setdefault(url, set()).add(scope)
         try:
-            if await self._comes_in_parts(url, request):
-                return await self._in_parts(url, answer, begun)
+            if await self._can_stream(url, request):
+                return await self._streamed(url, answer, begun)
             answer.forget()
             begun()
             completion = await self._client.chat(url, request)
@@ -483,14 +465,14 @@ class EnginePool:
         self._check_epoch(completion.epoch)
         return completion
 
-    async def _comes_in_parts(self, url: str, request: ChatCompletionRequest) -> bool:
+    async def _can_stream(self, url: str, request: ChatCompletionRequest) -> bool:
         if not self._interval_s or not request.return_token_ids:
             return False
         if url not in self._offers:
             self._offers[url] = (await self._client.health(url)).continuation
         return self._offers[url] is not Continuation.NONE
 
-    async def _in_parts(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
+    async def _streamed(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
         while True:
             if not answer.num_tokens:
                 begun()
@@ -511,12 +493,6 @@ class EnginePool:
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
-
-
-def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
-    return pause_s if isinstance(error, Overloaded) else suspect_s

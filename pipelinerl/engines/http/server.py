@@ -15,7 +15,8 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar, final
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -55,16 +56,16 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         finally:
             await engine.close()
 
-    chat = _Chat(engine)
-    endpoints: list[tuple[str, str, ASGIApp]] = [
-        ("POST", routes.CHAT_COMPLETIONS, chat),
-        ("POST", routes.REQUEST_WEIGHT_UPDATE, _Call(WeightUpdateRequest, engine.request_weight_update)),
-        ("GET", routes.METRICS, _State(PROMETHEUS_TYPE, lambda: _metrics(engine))),
-        ("GET", routes.HEALTH, _State(_JSON, lambda: engine.health().model_dump_json())),
-        ("GET", routes.MODELS, _State(_JSON, lambda: _models(engine))),
-        ("POST", routes.INIT_PROCESS_GROUP, _Call(InitProcessGroupRequest, engine.init_process_group)),
-        ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
-        ("POST", routes.COMPLETIONS, _Text(engine)),
+    chat = partial(_chat, engine)
+    endpoints = [
+        ("POST", routes.CHAT_COMPLETIONS, _Endpoint(chat)),
+        ("POST", routes.REQUEST_WEIGHT_UPDATE, _call(WeightUpdateRequest, engine.request_weight_update)),
+        ("GET", routes.METRICS, _state(PROMETHEUS_TYPE, lambda: _metrics(engine))),
+        ("GET", routes.HEALTH, _state(_JSON, lambda: engine.health().model_dump_json())),
+        ("GET", routes.MODELS, _state(_JSON, lambda: _models(engine))),
+        ("POST", routes.INIT_PROCESS_GROUP, _call(InitProcessGroupRequest, engine.init_process_group)),
+        ("POST", routes.CHAT_COMPLETION_ALIAS, _Endpoint(chat)),
+        ("POST", routes.COMPLETIONS, _Endpoint(partial(_text, engine))),
     ]
     # Starlette checks the method of ASGI instances only if `methods` is given.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
@@ -137,62 +138,59 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
             await asyncio.gather(task, return_exceptions=True)
 
 
-class _Call:
-    """A POST route with a request schema and a response; its work completes even if the client disconnects."""
+@final
+class _Endpoint:
+    """A route as an ASGI instance: Starlette would wrap a function in its own request and response."""
 
-    def __init__(self, schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> None:
-        self._schema: type[Any] = schema
-        self._verb: Callable[[Any], Awaitable[BaseModel]] = verb
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._verb(await _parsed(self._schema, receive))
-        await _answer(send, 200, answer.model_dump_json(exclude_none=True).encode())
-
-
-class _State:
-    def __init__(self, media_type: str, text: Callable[[], str]) -> None:
-        self._media_type = media_type
-        self._text = text
+    def __init__(self, serve: Callable[[Receive, Send], Awaitable[None]]) -> None:
+        self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _answer(send, 200, self._text().encode(), media_type=self._media_type)
+        await self._serve(receive, send)
 
 
-class _Chat:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+def _call(schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> _Endpoint:
+    """Return a POST route with a request schema; its work completes even if the client disconnects."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = await _parsed(ChatCompletionRequest, receive)
-        if not request.stream:
-            completion = await _unless_gone(self._engine.complete(request), receive)
-            await _answer(send, 200, completion.model_dump_json(exclude_none=True).encode())
-            return
-        await _unless_gone(_send_events(self._engine.stream(request), lambda chunk: chunk, send), receive)
+    async def serve(receive: Receive, send: Send) -> None:
+        await _answer(send, await verb(await _parsed(schema, receive)))
+
+    return _Endpoint(serve)
 
 
-class _Text:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+def _state(media_type: str, text: Callable[[], str]) -> _Endpoint:
+    async def serve(receive: Receive, send: Send) -> None:
+        await _respond(send, 200, text().encode(), media_type=media_type)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = await _parsed(CompletionRequest, receive)
-        with _validation():
-            chats = request.chats()
-        if not request.stream:
-            answer = whole_text(await _unless_gone(self._complete(chats), receive))
-            await _answer(send, 200, answer.model_dump_json(exclude_none=True).encode())
-            return
-        await _unless_gone(_send_events(self._engine.stream(chats[0]), part_of_text, send), receive)
+    return _Endpoint(serve)
 
-    async def _complete(self, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        tasks = [asyncio.ensure_future(self._engine.complete(chat)) for chat in chats]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+async def _chat(engine: Engine, receive: Receive, send: Send) -> None:
+    request = await _parsed(ChatCompletionRequest, receive)
+    if request.stream:
+        await _unless_gone(_send_events(engine.stream(request), lambda chunk: chunk, send), receive)
+    else:
+        await _answer(send, await _unless_gone(engine.complete(request), receive))
+
+
+async def _text(engine: Engine, receive: Receive, send: Send) -> None:
+    request = await _parsed(CompletionRequest, receive)
+    with _validation():
+        chats = request.chats()
+    if request.stream:
+        await _unless_gone(_send_events(engine.stream(chats[0]), part_of_text, send), receive)
+    else:
+        await _answer(send, whole_text(await _unless_gone(_all(engine, chats), receive)))
+
+
+async def _all(engine: Engine, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
+    tasks = [asyncio.ensure_future(engine.complete(chat)) for chat in chats]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send_events(
@@ -223,7 +221,15 @@ def _head(status: int, media_type: bytes, *headers: tuple[bytes, bytes]) -> Mess
     return {"type": "http.response.start", "status": status, "headers": [(b"content-type", media_type), *headers]}
 
 
-async def _answer(send: Send, status: int, body: bytes, *, media_type: str = _JSON) -> None:
+async def _answer(send: Send, answer: BaseModel) -> None:
+    await _respond(send, 200, answer.model_dump_json(exclude_none=True).encode())
+
+
+async def _refuse(send: Send, error: ContractError) -> None:
+    await _respond(send, error.status, json.dumps(error.to_wire()).encode())
+
+
+async def _respond(send: Send, status: int, body: bytes, *, media_type: str = _JSON) -> None:
     await send(_head(status, media_type.encode(), (b"content-length", str(len(body)).encode())))
     await send({"type": "http.response.body", "body": body})
 
@@ -255,11 +261,12 @@ class _Refusals:
             await app(scope, receive, noted)
         except asyncio.CancelledError:
             if not begun:
-                stopped = EngineStopped("the engine is closing and has not finished this; send it to another one")
-                await _answer(send, stopped.status, json.dumps(stopped.to_wire()).encode())
+                await _refuse(
+                    send, EngineStopped("the engine is closing and has not finished this; send it to another one")
+                )
             raise
         except ContractError as error:
-            await _answer(send, error.status, json.dumps(error.to_wire()).encode())
+            await _refuse(send, error)
         except HTTPException as error:
             await refused_body(error)(scope, receive, send)
         except _Disconnected:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
+from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, capped, in_order
 from pipelinerl.errors import ModelError
 from pipelinerl.numerics import torch_batch_invariant
 from trainer_contract.types import Kernels
@@ -90,7 +90,7 @@ def attend_decode(
     if softcap is None:  # use torch's attention, which sums in fp32 for every dtype
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
-        scores = _capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
+        scores = capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
         out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
     return out.reshape(rows, 1, q_heads, head_dim)
 
@@ -129,13 +129,9 @@ def attend_prefill(
         out = scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=shared > 1)
         return out.transpose(1, 2)
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-    scores = _capped((torch.matmul(query, key.transpose(2, 3)) * scale).float(), softcap)
+    scores = capped((torch.matmul(query, key.transpose(2, 3)) * scale).float(), softcap)
     out = torch.matmul(scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype), value)
     return out.transpose(1, 2)
-
-
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 AttentionInterface.register(NAME, attend)

@@ -195,7 +195,7 @@ class BlockTable:
         beyond = (~used & ~kept)[limit:].nonzero()[0][: len(in_the_way)] + limit
         for block in in_the_way[len(beyond) :].tolist():
             del self._kept[block]
-            self._strike(block)
+            del self._entries[self._keys.pop(block)]
         in_the_way = in_the_way[: len(beyond)]
         high = used[count:].nonzero()[0] + count
         low = (~used[:count]).nonzero()[0]
@@ -278,9 +278,6 @@ class BlockTable:
         block, _ = self._kept.popitem(last=False)
         del self._entries[self._keys.pop(block)]
         return block
-
-    def _strike(self, block: int) -> None:
-        del self._entries[self._keys.pop(block)]
 
     def _free_up(self, block: int) -> None:
         heapq.heappush(self._free, block)

@@ -12,7 +12,7 @@ from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
+from pipelinerl.engines.torch.forward import load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, served_weights
 from pipelinerl.engines.torch.weights import TorchWeights
@@ -35,13 +35,10 @@ def from_options(options: EngineOptions) -> Engine:
     )
 
 
-def load_runner(
-    options: EngineOptions, *, forward: ForwardKind = ForwardKind.AUTO, cache_bytes: int | None = None
-) -> TorchRunner:
+def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> TorchRunner:
     """Return the model with its cache; called on the thread that runs it.
 
     Args:
-        forward: the module-free forward where the model fits it, or always transformers' modules.
         cache_bytes: most memory for keys and values. None sets no bound on a CPU. On a GPU, the cache then takes what
             remains after everything else that the engine needs, including the second copy of the weights.
 
@@ -74,7 +71,7 @@ def load_runner(
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
         cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
-    runner = TorchRunner(model, options, weights=weights, forward=forward, cache_bytes=cache_bytes)
+    runner = TorchRunner(model, options, weights=weights, cache_bytes=cache_bytes)
     runner.warm_up()
     if options.kernels is Kernels.BATCH_INVARIANT and not torch_batch_invariant.probed(runner.decoded_in_batch):
         raise ModelError(

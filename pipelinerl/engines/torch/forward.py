@@ -1,50 +1,21 @@
-"""The model's forward pass over `PageCache`: loading, and the choice between two forwards with the same results.
+"""Loads a model to decode over `PageCache`, and runs transformers' own modules on it, for any architecture.
 
-`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `decoder`) is faster, for
-the most common family.
+`LlamaForward` (in `decoder`) is faster and gives the same results, for the most common family.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from pipelinerl.engines.torch import attention as torch_attention
-from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model
-from trainer_contract.types import Kernels, WeightDType
-
-
-class Forward(Protocol):
-    """Interface between a runner and the forward pass of its model."""
-
-    def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
-        """Compute prompts [P, T] and store their keys and values in `cache` as `plan` says."""
-        ...
-
-    def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
-        """Feed one token [K, 1] to each of K rows; return the logits [K, V] of the next tokens."""
-        ...
-
-
-class ForwardKind(StrEnum):
-    """`auto` uses the module-free forward where the model fits it; `modules` always runs transformers' modules."""
-
-    AUTO = "auto"
-    MODULES = "modules"
-
-
-def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int, kernels: Kernels = Kernels.FAST) -> Forward:
-    """Return the forward of `model` for sequences of at most `context_length` tokens."""
-    if kind is ForwardKind.AUTO and LlamaForward.fits(model):
-        return LlamaForward(model, context_length=context_length, kernels=kernels)
-    return ModuleForward(model)
+from trainer_contract.types import WeightDType
 
 
 @final

@@ -91,7 +91,7 @@ class DecodePlan:
         table: i64 [K, L / size], the blocks of the fed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
         sections: set if `reading` is `IN_PLACE`.
-        first: i64 [K], the fed rows; `of_row` i64 [B] maps each row to one of these. Both are None if all B are fed.
+        of_row: i64 [B], the index of each row among the fed rows; None if all B are fed.
     """
 
     positions: Tensor
@@ -100,7 +100,6 @@ class DecodePlan:
     length: int
     reading: CacheReading
     sections: BlockSections | None = None
-    first: Tensor | None = None
     of_row: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -144,9 +143,9 @@ class CacheShape:
             size=BLOCK,
         )
 
-    def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a block: keys and values of all layers."""
-        return 2 * self.layers * self.heads * self.size * self.head_dim * dtype.itemsize
+    def block_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a block: keys and values of all layers, of `itemsize` bytes each."""
+        return 2 * self.layers * self.heads * self.size * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +159,6 @@ class _Layout:
     key: tuple[int, bytes]
     table: Tensor
     sections: BlockSections | None
-    first: Tensor | None
     of_row: Tensor | None
 
 
@@ -229,7 +227,6 @@ class PageCache:
             length=layout.table.shape[1] * size,
             reading=self.reading,
             sections=layout.sections,
-            first=layout.first,
             of_row=layout.of_row,
         )
         return self.plan
@@ -264,7 +261,6 @@ class PageCache:
             key=key,
             table=self._to(own),
             sections=sections,
-            first=None if alike is None else self._to(alike.first),
             of_row=None if alike is None else self._to(alike.of_row),
         )
         return self._layout
@@ -344,6 +340,11 @@ def in_order(blocks: Tensor, table: Tensor) -> Tensor:
     return rows.transpose(1, 2).reshape(prompts, heads, count * size, head_dim)
 
 
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return scores bounded to ±`softcap` by tanh; unchanged for None."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
 class DuplicateRows(NamedTuple):
     """Map of B rows to K distinct ones: `first` i64 [K] are rows, `of_row` i64 [B] are indices into `first`."""
 
@@ -353,8 +354,10 @@ class DuplicateRows(NamedTuple):
 
 @final
 class AlikeRows:
-    """Tracker of rows that hold the same tokens. Such rows have the same lineage, a number: after a step, the first row
-    with these tokens; before the first step, a number beyond all rows.
+    """Tracker of rows that hold the same tokens.
+
+    Each row has a lineage, and rows with equal tokens have the same one. After a step, the lineage is the number of the
+    first row with these tokens. Before a row's first step, it is a number beyond those of all rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -501,9 +504,7 @@ class BlockSections:
         if self.only is not None:
             scores = query.new_empty(first, size)
             _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
-            scores = scores.view(-1, heads, group, size)
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
+            scores = capped(scores.view(-1, heads, group, size), softcap)
             weights = scores.add_(mask.index_select(0, self.queries)).softmax(dim=-1)
             return torch.matmul(weights, values).index_select(0, self.only)
         in_all = len(self.to_blocks)
@@ -513,9 +514,7 @@ class BlockSections:
             several = query.reshape(-1, group, head_dim).index_select(0, self.shared_queries)
             several = several.view(len(self.shared), heads, -1, head_dim)
             _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
-        scores = scores.index_select(0, self.to_rows).view(rows, heads, group, -1)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = capped(scores.index_select(0, self.to_rows).view(rows, heads, group, -1), softcap)
         weights = scores.add_(mask).softmax(dim=-1).view(-1, size).index_select(0, self.to_blocks)
         sums = query.new_empty(in_all + 1, head_dim)
         sums[in_all:] = 0.0

@@ -25,16 +25,17 @@ from pipelinerl.engines.torch.attention import reading_for
 from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
 from pipelinerl.engines.torch.decode_graphs import DecodeGraphs, Inputs
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import ForwardKind, forward_of
+from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
-from pipelinerl.engines.torch.scoring import PromptScorer
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
 
+#: Number of positions whose log-probs are computed at a time, in fp32 [positions, vocabulary].
+_SCORED_AT_ONCE: Final = 256
 #: The least size of the weights, in bytes, at which a GPU's engine compiles the forward, which takes 15 s.
 _COMPILED_FROM: Final = 2 * 10**8
 
@@ -50,7 +51,6 @@ class TorchRunner:
         weights: the model's weights, from `served_weights`; None creates them.
         cache_bytes: most memory for keys and values; None allows room for the whole context in all rows, and too little
             for one row raises `ModelError`.
-        prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
     """
 
     def __init__(
@@ -60,23 +60,25 @@ class TorchRunner:
         *,
         weights: TorchWeights | QuantizedWeights | None = None,
         cache_bytes: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
-        forward: ForwardKind = ForwardKind.AUTO,
     ) -> None:
         config: Any = model.config
         text = config.get_text_config()
         self.slots = options.slots
         self.context_length = options.context_length
         self.vocab_size = int(text.vocab_size)
+        self._model = model
         parameter = next(model.parameters())
         self._device = parameter.device
         self._weights = weights or served_weights(model, options.weights)
-        self._forward = forward_of(model, forward, context_length=options.context_length, kernels=options.kernels)
+        self._forward: LlamaForward | ModuleForward = (
+            LlamaForward(model, context_length=options.context_length, kernels=options.kernels)
+            if LlamaForward.fits(model)
+            else ModuleForward(model)
+        )
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        self.scorer = PromptScorer(model)
         shape = CacheShape.of(text)
-        self._block_bytes = shape.block_bytes(parameter.dtype)
+        self._block_bytes = shape.block_bytes(parameter.dtype.itemsize)
         self._table = BlockTable(
             rows=options.slots,
             context=options.context_length,
@@ -101,7 +103,6 @@ class TorchRunner:
             self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
-        self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
@@ -110,7 +111,6 @@ class TorchRunner:
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
 
     @property
@@ -120,14 +120,12 @@ class TorchRunner:
 
     @property
     def room(self) -> CacheRoom:
-        """The blocks of the cache."""
         table = self._table
         return CacheRoom(blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
         # a prompt of one token has no prefill in which its row would begin
         self._begin([state.row for state in states if state.position == 0])
@@ -174,7 +172,7 @@ class TorchRunner:
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
         if log is not None:  # compute all tokens, without cache reuse, because the routing of each one is needed
-            self._prefill_told(prefills, log)
+            self._prefill_recorded(prefills, log)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]
         while waiting:
@@ -190,15 +188,15 @@ class TorchRunner:
                 if start < len(tokens):
                     by_start.setdefault(start, []).append(prefill)
             for start, batch in by_start.items():
-                for part in _batches(batch, self._prefill_tokens, start):
+                for part in _batches(batch, start):
                     self._fill(part, start)
             waiting = later
 
-    def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
+    def _prefill_recorded(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
         for prefill in prefills:
             self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}
-        for batch in _batches(prefills, self._prefill_tokens):
+        for batch in _batches(prefills):
             length = self._fill(batch)
             of_prompts = log.take().reshape(len(batch), length, *log.shape[::2])
             routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
@@ -284,6 +282,29 @@ class TorchRunner:
         rows.advance(used, sampled.numpy())
         return sampled.tolist(), drawn.logprobs.tolist()
 
+    @torch.inference_mode()
+    def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        """Return each token's log-prob given the tokens before it, 0 for the first.
+
+        One forward of the model's own modules computes them, without the cache; it needs memory for logits [P, V].
+        """
+        if len(token_ids) < 2:
+            return [0.0] * len(token_ids)
+        tokens = torch.tensor(token_ids, device=self._device)
+        # Without a plan, `attention.attend` is causal over the prompt and uses no cache.
+        output: Any = self._model(
+            input_ids=tokens[None, :-1],
+            position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
+            use_cache=False,
+            plan=None,
+        )
+        found = [0.0]
+        parts = zip(output.logits[0].split(_SCORED_AT_ONCE), tokens[1:].split(_SCORED_AT_ONCE), strict=True)
+        for logits, targets in parts:
+            logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, targets[:, None])
+            found += logprobs[:, 0].tolist()
+        return found
+
     def _begin(self, rows: Sequence[int]) -> None:
         if self._alike is not None:
             self._alike.begin(rows)
@@ -294,7 +315,6 @@ class TorchRunner:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def staging(self) -> Tensor:
-        """Return the buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
         return self._weights.staging()
 
     def finish_staging(self) -> None:
@@ -312,11 +332,13 @@ def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | Quant
     return TorchWeights(model) if form is WeightFormat.NATIVE else QuantizedWeights(model, form)
 
 
-def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:
-    """Yield batches of prefills of similar length, each of at most `limit` padded tokens after position `start`."""
+def _batches(prefills: Sequence[Prefill], start: int = 0) -> Iterator[list[Prefill]]:
+    """Yield batches of prefills of similar length, each of at most `PREFILL_TOKENS` padded tokens after position
+    `start`; a longer prompt runs alone.
+    """
     batch: list[Prefill] = []
     for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
-        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > limit:
+        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > PREFILL_TOKENS:
             yield batch
             batch = []
         batch.append(prefill)

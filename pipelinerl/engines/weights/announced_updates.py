@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import msgspec
 from pydantic import ValidationError
 
+from inference_contract.engine import Engine
 from inference_contract.errors import ContractError
-from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest
 from pipelinerl import rng
 from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, decode_announcement, encode
 from pipelinerl.streams.stream import Entry, Stream
@@ -32,19 +33,11 @@ log = logging.getLogger("pipelinerl")
 _BLOCK_S: Final = 10.0
 
 
-class TakesUpdates(Protocol):
-    """The part of an `Engine` that runs weight updates."""
-
-    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Run one phase of an update; raises only `ContractError`."""
-        ...
-
-
 @final
 class AnnouncedUpdates:
     """Follower of announcements for the engine at the base URL `url`."""
 
-    def __init__(self, engine: TakesUpdates, stream: Stream, *, url: str) -> None:
+    def __init__(self, engine: Engine, stream: Stream, *, url: str) -> None:
         self._engine = engine
         self._stream = stream
         self._url = url

@@ -76,29 +76,24 @@ class _InProcess:
         return staging.new_empty(num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Join a group from this process."""
-        return joined(request)
+        """Return this process's `Collective` once every rank has joined."""
+        # Imported here, because an engine without torch can serve until its first update.
+        from pipelinerl.weights.broadcast.collective import Collective
+
+        return Collective.join(
+            host=request.rendezvous_host,
+            port=request.rendezvous_port,
+            group=request.group,
+            generation=request.generation,
+            rank=request.rank,
+            world_size=request.world_size,
+            backend=request.backend,
+            connections=request.connections,
+            timeout_s=request.timeout_s,
+        )
 
 
 IN_PROCESS: Final[EndpointFactory] = _InProcess()
-
-
-def joined(request: InitProcessGroupRequest) -> Any:
-    """Return this process's `Collective` once every rank has joined."""
-    # Imported here, because an engine without torch can serve until its first update.
-    from pipelinerl.weights.broadcast.collective import Collective
-
-    return Collective.join(
-        host=request.rendezvous_host,
-        port=request.rendezvous_port,
-        group=request.group,
-        generation=request.generation,
-        rank=request.rank,
-        world_size=request.world_size,
-        backend=request.backend,
-        connections=request.connections,
-        timeout_s=request.timeout_s,
-    )
 
 
 #: Maximum number of joins that may wait for their peers at the same time; each join has a thread.

@@ -89,19 +89,18 @@ class IncomingUpdate:
         return self.received.done() and self.received.exception() is not None
 
     @classmethod
-    def by_broadcast(cls, request: WeightUpdateRequest, inlet: WeightSink, member: GroupMember) -> Self:
+    def by_broadcast(cls, request: WeightUpdateRequest, sink: WeightSink, member: GroupMember) -> Self:
         """Receive from rank 0 of the joined group."""
-        (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
-        bring = partial(_broadcast, endpoint, request, inlet.layout, inlet.buffer, progress)
-        received = in_background_soon(_named(request), _and_finish(inlet, bring))
+        (endpoint, leave), progress = member.endpoint(), _ByteCount(sink.layout.num_bytes)
+        received = in_background_soon(_named(request), partial(_broadcast, endpoint, request, sink, progress))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, leave, progress)
 
     @classmethod
-    def by_pull(cls, request: WeightUpdateRequest, inlet: WeightSink, source: PullSource) -> Self:
+    def by_pull(cls, request: WeightUpdateRequest, sink: WeightSink, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
-        given_up, progress = threading.Event(), _ByteCount(inlet.layout.num_bytes)
+        given_up, progress = threading.Event(), _ByteCount(sink.layout.num_bytes)
         groups = request.shards or (request.sources or (),)
-        ranges = inlet.layout.shards(len(groups), request.bucket_bytes)
+        ranges = sink.layout.shards(len(groups), request.bucket_bytes)
         order = PullOrder(
             shards=tuple(Shard(sources, tuple(held)) for sources, held in zip(groups, ranges, strict=True)),
             epoch=request.epoch,
@@ -110,8 +109,7 @@ class IncomingUpdate:
             deadline=time.monotonic() + request.timeout_s,
             given_up=given_up,
         )
-        bring = partial(_pulled, source, order, inlet.buffer, progress)
-        received = in_background(_named(request), _and_finish(inlet, bring))
+        received = in_background(_named(request), partial(_pulled, source, order, sink, progress))
         return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
 
 
@@ -125,17 +123,8 @@ def _named(request: WeightUpdateRequest) -> str:
     return f"receive-{request.epoch}.{request.version}"
 
 
-def _and_finish(inlet: WeightSink, bring: Callable[[], Received]) -> Callable[[], Received]:
-    def whole() -> Received:
-        received = bring()
-        inlet.finish()
-        return received
-
-    return whole
-
-
 def _broadcast(
-    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _ByteCount
+    endpoint: GroupEndpoint, request: WeightUpdateRequest, sink: WeightSink, progress: _ByteCount
 ) -> Received:
     """Receive piece by piece; the duration counts from the first piece, since the trainer may start later.
 
@@ -145,9 +134,9 @@ def _broadcast(
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.torch_transfer import OverlappedDigest, stream_for
 
-    _agree(endpoint, request, layout)
-    flat = shared_tensor(staging)
-    bounds = layout.buckets(request.bucket_bytes)
+    _agree(endpoint, request, sink.layout)
+    flat = shared_tensor(sink.buffer)
+    bounds = sink.layout.buckets(request.bucket_bytes)
     with stream_for(flat.device) as stream:
         digest, began = OverlappedDigest(stream), time.monotonic()
         for bucket, bound in enumerate(bounds):
@@ -155,13 +144,15 @@ def _broadcast(
                 try:
                     endpoint.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
                 except PipelineError as error:
-                    at = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)}"
+                    at = f"update {request.epoch}.{request.version}, {describe_bucket(sink.layout, bucket, bounds)}"
                     raise type(error)(f"{at} from rank 0: {error}; the old weights still serve") from error
                 if start == 0:
                     began = time.monotonic()
                 digest.append(flat[start:end])
                 progress.on_progress(end)
-        return Received(digest.hexdigest(), time.monotonic() - began)
+        received = Received(digest.hexdigest(), time.monotonic() - began)
+    sink.finish()
+    return received
 
 
 def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
@@ -176,10 +167,12 @@ def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: Weight
         )
 
 
-def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _ByteCount) -> Received:
+def _pulled(source: PullSource, order: PullOrder, sink: WeightSink, progress: _ByteCount) -> Received:
     began = time.monotonic()
     try:
-        digest = source.fetch(order, into=staging, on_progress=progress.on_progress)
+        digest = source.fetch(order, into=sink.buffer, on_progress=progress.on_progress)
     except PipelineError as error:
         raise type(error)(f"update {order.epoch}.{order.version}: {error}; the old weights still serve") from error
-    return Received(digest, time.monotonic() - began)
+    received = Received(digest, time.monotonic() - began)
+    sink.finish()
+    return received

@@ -20,7 +20,7 @@ works. The engine is *dirty* only if `target.commit` itself failed with an unkno
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, final
 
@@ -73,7 +73,7 @@ class WeightTarget(Protocol):
         """Process the filled `staging` to make `commit` quick. Called on the receiving thread."""
         ...
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
         """Serve the weights in `staging` from the next decode step on; return the pause in seconds. A `ContractError`
         means that the old weights still serve; any other error leaves the engine dirty.
         """
@@ -84,9 +84,10 @@ class WeightTarget(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class ReceiverTotals:
-    """Counts of updates and their durations, for `EngineMetrics`."""
+    """Counts of updates and failures so far, and the durations of the last update, for `EngineMetrics`."""
 
     updates: int = 0
     failures: int = 0
@@ -145,23 +146,14 @@ class WeightReceiver:
         self._update: _Update | None = None
         self._epoch = 0
         self._arming = asyncio.Lock()
-        self._digest: str | None = None
+        self.digest: str | None = None
+        """The digest of the serving weights; None for the weights from the model directory."""
         #: The layout that the trainer last sent in full; a request with only a `layout_id` may refer to it.
         self._wire: WeightLayout | None = None
         self._unconverted: Any = None
         self.dirty: str | None = None
         """The reason why the serving weights cannot be trusted; None if they can."""
-        self._totals = ReceiverTotals()
-
-    @property
-    def digest(self) -> str | None:
-        """The digest of the serving weights; None for the weights from the model directory."""
-        return self._digest
-
-    @property
-    def totals(self) -> ReceiverTotals:
-        """Updates and failures so far, and the durations of the last update."""
-        return self._totals
+        self.totals = ReceiverTotals()
 
     def close(self) -> None:
         """Leave the group and drop the staged weights."""
@@ -216,9 +208,18 @@ class WeightReceiver:
             )
         if update is not None:
             self._drop()
-            await self._end_of_receive(update, request.timeout_s)
+            # Wait until the dropped receive has ended, because the staging buffer may have only one writer.
+            if not await settled(update.incoming.received, timeout_s=request.timeout_s):
+                raise UpdateInProgress(
+                    f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
+                )
             self._check_transport(request)  # check again, because the group may have been left during the wait
-        self._update = self._armed(request, self._inlet(wire))
+        sink = self._sink(wire)
+        if request.transport is Transport.PULL and self._pull is not None:
+            incoming = IncomingUpdate.by_pull(request, sink, self._pull)
+        else:
+            incoming = IncomingUpdate.by_broadcast(request, sink, self._member)
+        self._update = _Update(incoming)
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
@@ -257,7 +258,7 @@ class WeightReceiver:
         self._wire = sent
         return _in_pieces(sent, request.bucket_bytes)
 
-    def _inlet(self, wire: WeightLayout) -> WeightSink:
+    def _sink(self, wire: WeightLayout) -> WeightSink:
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
             return WeightSink(ours, target.staging(), target.finish_staging)
@@ -291,18 +292,6 @@ class WeightReceiver:
             )
         return wanted == serving and self.dirty is None
 
-    async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
-        """Wait until a dropped receive has ended, because the staging buffer may have only one writer."""
-        if not await settled(update.incoming.received, timeout_s=timeout_s):
-            raise UpdateInProgress(
-                f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
-            )
-
-    def _armed(self, request: WeightUpdateRequest, inlet: WeightSink) -> _Update:
-        if request.transport is Transport.PULL and self._pull is not None:
-            return _Update(IncomingUpdate.by_pull(request, inlet, self._pull))
-        return _Update(IncomingUpdate.by_broadcast(request, inlet, self._member))
-
     async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         update = self._update
         if update is None or update.key != (request.epoch, request.version) or update.dropped:
@@ -333,9 +322,9 @@ class WeightReceiver:
     def _committed_before(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         if not self._serves(request):
             raise NotPrepared(f"update {_named(request)} was not prepared here, or has failed or was aborted")
-        if self._digest is not None and self._digest != request.digest:
+        if self.digest is not None and self.digest != request.digest:
             raise DigestMismatch(
-                f"{_named(request)} is served already with digest {self._digest}, the commit says {request.digest}",
+                f"{_named(request)} is served already with digest {self.digest}, the commit says {request.digest}",
                 param="digest",
             )
         return self._answer(UpdateStatus.ALREADY_SERVING)
@@ -358,9 +347,7 @@ class WeightReceiver:
     async def _swap(self, update: _Update, on_update: OnUpdate) -> float:
         received, request, known = update.incoming.received.result(), update.request, False
         try:
-            pause_s = await self._target.commit(
-                version=request.version, epoch=request.epoch, digest=received.digest, on_update=on_update
-            )
+            pause_s = await self._target.commit(version=request.version, epoch=request.epoch, on_update=on_update)
             known = True
         except ContractError:
             known = True
@@ -371,8 +358,9 @@ class WeightReceiver:
                 self._fail(update)
                 self.dirty = f"the swap to {_named(request)} failed midway; publish a full update to repair it"
                 raise Dirty(self.dirty)
-        self._update, self.dirty, self._digest = None, None, received.digest
-        self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)
+        self._update, self.dirty, self.digest = None, None, received.digest
+        self.totals.updates += 1
+        self.totals.last_pause_s, self.totals.last_receive_s = pause_s, received.seconds
         return pause_s
 
     def _abort(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
@@ -384,7 +372,7 @@ class WeightReceiver:
 
     def _fail(self, update: _Update) -> None:
         update.stage = _Stage.DROPPED
-        self._totals = replace(self._totals, failures=self._totals.failures + 1)
+        self.totals.failures += 1
 
     def _answer(self, status: UpdateStatus, *, pause_s: float = 0.0) -> WeightUpdateResponse:
         epoch, version = self._target.serving()
@@ -393,9 +381,9 @@ class WeightReceiver:
             status=status,
             version=version,
             epoch=epoch,
-            digest=self._digest,
+            digest=self.digest,
             pause_s=pause_s,
-            receive_s=self._totals.last_receive_s if committed else 0.0,
+            receive_s=self.totals.last_receive_s if committed else 0.0,
             num_bytes=self._target.layout.num_bytes if committed else 0,
         )
 

@@ -339,7 +339,7 @@ async def test_stream_yields_each_token_and_closing_the_stream_frees_its_row(
 
 
 async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1) -> asyncio.Task[float]:
-    task = asyncio.create_task(engine.commit(version=version, epoch=0, digest="d", on_update=on_update))
+    task = asyncio.create_task(engine.commit(version=version, epoch=0, on_update=on_update))
     await asyncio.sleep(0)
     return task
 
@@ -485,7 +485,7 @@ async def test_update_in_drain_mode_waits_for_running_samples(engine: BatchingEn
     await _steps(engine, gate, 2)
     assert not commit.done() and engine.serving() == (0, 0)
     with pytest.raises(UpdateInProgress, match=r"0\.1 still waits"):
-        await engine.commit(version=2, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+        await engine.commit(version=2, epoch=0, on_update=OnUpdate.CONTINUE)
     gate.open()
     await commit
     assert {tuple(choice.version_spans or []) for choice in (await running).choices} == {((0, 6),)}
@@ -497,7 +497,7 @@ async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngin
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
-            await engine.commit(version=version, epoch=0, digest="d", on_update=on_update)
+            await engine.commit(version=version, epoch=0, on_update=on_update)
     assert engine.serving() == (0, 4)
 
 

@@ -75,7 +75,7 @@ async def test_recompute_kv_update_prefills_prefix_and_new_tokens(engine: Batchi
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
-    swap = asyncio.create_task(engine.commit(version=1, epoch=0, digest="", on_update=OnUpdate.RECOMPUTE_KV))
+    swap = asyncio.create_task(engine.commit(version=1, epoch=0, on_update=OnUpdate.RECOMPUTE_KV))
     await asyncio.sleep(0)
     gate.open()
     await swap

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence as Items
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import pytest
 
@@ -16,7 +16,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
-from pipelinerl.engines.batching.sequence import Detokenizer, Request, Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, Sampled, Step, sample_id
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
@@ -86,7 +86,7 @@ class ScriptedCore:
 
 
 class Letters:
-    """A `Tokenizer` with a letter for each token."""
+    """A stand-in for `ChatTokenizer` with a letter for each token."""
 
     eos_token_ids = frozenset({STOP})
 
@@ -99,7 +99,7 @@ class Letters:
     def decode(self, token_ids: Items[int]) -> str:
         return "x" * len(token_ids)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> NoReturn:
         raise AssertionError("nothing is streamed")
 
 
@@ -113,7 +113,14 @@ class World:
         self.engine = BatchingEngine(OPTIONS, loop=self._loop, tokenizer=Letters())
 
     def _loop(self, deliver: Any) -> CoreLoop:
-        model = CoreModel(options=OPTIONS, vocab_size=8, layout=LAYOUT, cache_bytes=0, staged=None)
+        model = CoreModel(
+            slots=OPTIONS.slots,
+            context_length=OPTIONS.context_length,
+            vocab_size=8,
+            layout=LAYOUT,
+            cache_bytes=0,
+            staged=None,
+        )
 
         async def start() -> tuple[ScriptedCore, CoreModel]:
             return self.core, model
@@ -241,7 +248,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
     async with world() as made:
         pending = await made.submitted()
         made.core.may_pause.clear()
-        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE))
+        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
         while made.loop._commit is None or not made.loop._turn.locked():
             await asyncio.sleep(0.002)
         commit.cancel()
@@ -250,9 +257,7 @@ async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeed
         with pytest.raises(Dirty):
             await asyncio.wait_for(pending, PATIENCE_S)
         made.core.may_pause.set()
-        await asyncio.wait_for(
-            made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE), PATIENCE_S
-        )
+        await asyncio.wait_for(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE), PATIENCE_S)
         assert made.loop.serving == (1, 58)
 
 

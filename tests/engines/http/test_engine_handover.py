@@ -42,7 +42,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 @final
 class Followed:
-    """A `ChatClient` over HTTP that counts, for each request (by seed), the chunks with tokens that were read."""
+    """An engine client over HTTP that counts, for each request (by seed), the chunks with tokens that were read."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -64,7 +64,7 @@ class Followed:
 
 @final
 class Scripted:
-    """A `ChatClient` whose engines stream some tokens and then end as scripted; token t of sample i is 10·i + t."""
+    """An engine client whose engines stream some tokens and then end as scripted; token t of sample i is 10·i + t."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
         """Script each engine as (epoch, version, tokens sent per sample, exception raised after the tokens or None)."""

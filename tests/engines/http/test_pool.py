@@ -124,7 +124,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 
 class Script:
-    """A `ChatClient` whose engines answer, wait or raise as scripted."""
+    """An engine client whose engines answer, wait or raise as scripted."""
 
     def __init__(self, **engines: Callable[[], Any]) -> None:
         self._engines = engines

@@ -126,7 +126,7 @@ async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
                 parameter.mul_(factor)
         engine.staging()[:] = _bytes(model)
         await asyncio.to_thread(engine.finish_staging)
-        await engine.commit(version=version, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+        await engine.commit(version=version, epoch=0, on_update=OnUpdate.CONTINUE)
         answers = await asyncio.gather(*map(engine.complete, requests), return_exceptions=True)
         assert [type(answer) for answer in answers] == [answered] * 4
     await engine.close()
@@ -162,7 +162,7 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
         while engine.metrics().generated_tokens_total < 150:
             await asyncio.sleep(0.001)
         engine.staging()[:] = same
-        await engine.commit(version=1, epoch=1, digest="d", on_update=on_update)
+        await engine.commit(version=1, epoch=1, on_update=on_update)
         done = await asyncio.gather(*asked)
         metrics = engine.metrics()
         await engine.close()

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.engines.torch.forward import ForwardKind
+from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.engines.torch.runner import TorchRunner
 from tests.fakes.engine_options import engine_options
 from trainer_contract.types import Device, HeadPrecision, WeightDType
@@ -39,8 +39,8 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def runner(path: Path, dtype: WeightDType, head: HeadPrecision, forward: ForwardKind) -> TorchRunner:
-    return load_runner(
+def runner(path: Path, dtype: WeightDType, head: HeadPrecision, *, modules: bool = False) -> TorchRunner:
+    made = load_runner(
         engine_options(
             model_path=path,
             slots=2,
@@ -49,9 +49,11 @@ def runner(path: Path, dtype: WeightDType, head: HeadPrecision, forward: Forward
             head_precision=head,
             device=Device.CPU,
             threads=1,
-        ),
-        forward=forward,
+        )
     )
+    if modules:
+        made._forward = ModuleForward(made._model)
+    return made
 
 
 def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
@@ -62,12 +64,10 @@ def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
         return engine._forward.logits(torch.tensor([PROMPT[-1:]]), plan.positions, engine._cache, plan)[0]
 
 
-@pytest.mark.parametrize("forward", ForwardKind)
-def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(
-    model_path: Path, forward: ForwardKind
-) -> None:
+@pytest.mark.parametrize("modules", [False, True])
+def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(model_path: Path, modules: bool) -> None:
     rounded, exact = (
-        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, forward)) for head in HeadPrecision
+        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, modules=modules)) for head in HeadPrecision
     )
     assert rounded.dtype == torch.bfloat16 and exact.dtype == torch.float32
     assert not torch.equal(exact, exact.to(torch.bfloat16).float())
@@ -75,15 +75,16 @@ def test_fp32_output_layer_does_not_round_logits_to_the_dtype_of_the_model(
 
 
 def test_module_free_forward_has_smaller_rounding_errors_than_transformers_modules(model_path: Path) -> None:
-    full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
-    line, modules = (
-        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
+    full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, modules=True))
+    straight, by_modules = (
+        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, modules=modules))
+        for modules in (False, True)
     )
-    assert (line - full).abs().mean() < (modules - full).abs().mean()
+    assert (straight - full).abs().mean() < (by_modules - full).abs().mean()
 
 
 def test_weight_swap_updates_the_fp32_output_layer() -> None:
-    engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
+    engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32)
     engine.staging().zero_()
     engine.finish_staging()
     before = logits_after_prompt(engine)

@@ -137,7 +137,7 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
         for router in (layer.mlp.gate for layer in model.model.layers):
             router.weight.neg_()  # with the new weights, each router prefers the experts that it avoided
     engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
-    swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
+    swapped = asyncio.create_task(engine.commit(version=1, epoch=0, on_update=OnUpdate.RECOMPUTE_KV))
     await asyncio.sleep(0)  # the engine receives the commit
     gate.open()
     await swapped

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
+from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.enums import WeightFormat
@@ -53,11 +53,14 @@ def _runner(
     path: Path,
     weights: WeightFormat,
     *,
-    forward: ForwardKind = ForwardKind.AUTO,
+    modules: bool = False,
     dtype: WeightDType = WeightDType.FLOAT32,
 ) -> TorchRunner:
     model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
-    return TorchRunner(model, engine_options(slots=4, context_length=CONTEXT, weights=weights), forward=forward)
+    runner = TorchRunner(model, engine_options(slots=4, context_length=CONTEXT, weights=weights))
+    if modules:
+        runner._forward = ModuleForward(model)
+    return runner
 
 
 def _start(runner: TorchRunner) -> None:
@@ -161,9 +164,9 @@ def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Pat
 
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_both_forward_implementations_of_a_quantized_model_agree(path: Path, weights: WeightFormat) -> None:
-    straight, modules = (_sampled(_runner(path, weights, forward=kind)) for kind in ForwardKind)
-    assert np.array_equal(straight[0], modules[0])
-    assert np.median(np.abs(straight[1] - modules[1])) < 2e-5
+    straight, by_modules = (_sampled(_runner(path, weights, modules=modules)) for modules in (False, True))
+    assert np.array_equal(straight[0], by_modules[0])
+    assert np.median(np.abs(straight[1] - by_modules[1])) < 2e-5
 
 
 def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) -> None:

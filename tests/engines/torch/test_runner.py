@@ -20,7 +20,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch import decoder
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward_of, load_for_decoding
+from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
 from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
@@ -80,9 +80,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ARCHITECTURES}
 
 
-def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO, device: str = "cpu") -> TorchRunner:
+def _runner(path: Path, *, modules: bool = False, device: str = "cpu") -> TorchRunner:
+    """Return a runner; with `modules`, it uses transformers' modules although the faster forward may fit the model."""
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device(device))
-    return TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), forward=forward)
+    runner = TorchRunner(model, engine_options(slots=8, context_length=CONTEXT))
+    if modules:
+        runner._forward = ModuleForward(model)
+    return runner
 
 
 @dataclass
@@ -144,12 +148,10 @@ def _prompt(seed: int, length: int) -> list[int]:
     return rng.generator(seed, "prompt").integers(0, VOCAB, length).tolist()
 
 
-@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_batched_decoding_equals_full_recomputation(
-    directories: dict[str, Path], name: str, forward: ForwardKind
-) -> None:
-    runner = _runner(directories[name], forward)
+def test_batched_decoding_equals_full_recomputation(directories: dict[str, Path], name: str, modules: bool) -> None:
+    runner = _runner(directories[name], modules=modules)
     rows = [Row(_prompt(i, length), noise_key=100 + i) for i, length in enumerate((1, 9, 4, 40))]
     rows.append(Row(_prompt(9, 6), temperature=0.0))
     rows.append(Row(_prompt(10, 7), temperature=0.6, noise_key=7))
@@ -162,10 +164,8 @@ def test_batched_decoding_equals_full_recomputation(
 def test_module_free_forward_is_chosen_for_supported_architectures_only(
     directories: dict[str, Path], name: str
 ) -> None:
-    model = load_for_decoding(directories[name], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
-    chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
     expected = LlamaForward if name in STRAIGHT else ModuleForward
-    assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
+    assert isinstance(_runner(directories[name])._forward, expected)
 
 
 def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings() -> None:
@@ -236,13 +236,11 @@ def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[in
     return shapes
 
 
-@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
-    directories: dict[str, Path], name: str, forward: ForwardKind
-) -> None:
+def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(directories: dict[str, Path], name: str, modules: bool) -> None:
     """Prompts share 70 tokens: the first is computed whole, and the others from token 64 on, in one forward pass."""
-    runner, common = _runner(directories[name], forward), _prompt(0, 70)
+    runner, common = _runner(directories[name], modules=modules), _prompt(0, 70)
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
     rows += [Row(_prompt(9, 12), noise_key=9)]
     prefills = [Prefill(row.prompt[:-1], [index]) for index, row in enumerate(rows)]
@@ -268,13 +266,13 @@ def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path])
     assert _computed(runner, [Prefill(prompt, [2])]) == [(1, 70)]
 
 
-@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
-    directories: dict[str, Path], name: str, forward: ForwardKind
+    directories: dict[str, Path], name: str, modules: bool
 ) -> None:
     """At low temperatures, the rows of two groups sample equal tokens for a while; one group's prompt is not cached."""
-    runner = _runner(directories[name], forward)
+    runner = _runner(directories[name], modules=modules)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
     rows += [Row(other, 0.3, noise_key=i) for i in range(2)] + [Row(_prompt(3, 9), noise_key=9)]

@@ -80,7 +80,7 @@ class Target:
     def serving(self) -> tuple[int, int]:
         return self._serving
 
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
         await self.may_commit.wait()
         if self.error is not None:
             error, self.error = self.error, None

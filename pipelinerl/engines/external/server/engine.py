@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from inference_contract.engine import Engine
@@ -27,7 +28,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
 #: Function that builds the client of a server from the connection, the model's layout and the shared staging buffer.
-Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
+ApiFactory = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 
 def vllm_server(options: EngineOptions) -> Engine:
@@ -44,7 +45,7 @@ def sglang_server(options: EngineOptions) -> Engine:
     return _engine(options, SglangServerApi, Continuation.SAME_NOISE)
 
 
-def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) -> Engine:
+def _engine(options: EngineOptions, new_api: ApiFactory, continuation: Continuation) -> Engine:
     if options.server is None:
         raise ModelError('this engine needs a server to drive; set engine.servers=["http://host:port"]')
     options.check_receives_where_it_is("the adapter of a server that you started")
@@ -53,22 +54,19 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
     options.check_native_weights("the adapter of a server")
     options.check_fast_kernels("the adapter of a server")
     options.check_head_of_the_model("the server")
-    tokenizer = ChatTokenizer.load(options.model_path)
-
-    async def start_core() -> tuple[EngineCore, CoreModel]:
-        return await _started(options, speak)
-
-    def loop(deliver: Any) -> CoreLoop:
-        return CoreLoop(
-            start_core=start_core,
+    return BatchingEngine(
+        options,
+        loop=lambda deliver: CoreLoop(
+            start_core=partial(_started, options, new_api),
             capacity=Capacity(options.slots, options.max_waiting),
             deliver=deliver,
-        )
+        ),
+        tokenizer=ChatTokenizer.load(options.model_path),
+        continuation=continuation,
+    )
 
-    return BatchingEngine(options, loop=loop, tokenizer=tokenizer, continuation=continuation)
 
-
-async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, CoreModel]:
+async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineCore, CoreModel]:
     from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
     from pipelinerl.engines.torch.weights import layout_of
     from pipelinerl.models.checkpoint import load_skeleton
@@ -80,7 +78,7 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
     opened = False
     try:
         with SharedBytes(layout.num_bytes) as staged:
-            api = speak(http, layout, staged)
+            api = new_api(http, layout, staged)
             served = await api.open(label_of(*UNTRAINED))
         _check(options, served)
         opened = True
@@ -90,7 +88,8 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
         if not opened:
             await http.close()
     return ServerCore(api, http, serving=UNTRAINED), CoreModel(
-        options=options,
+        slots=options.slots,
+        context_length=options.context_length,
         vocab_size=int(text.vocab_size),
         layout=layout,
         cache_bytes=0,  # the server manages its own cache

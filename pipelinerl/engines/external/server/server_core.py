@@ -78,13 +78,11 @@ class ServerModel:
 class ServerApi(Protocol):
     """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
+    generate: str
+    """The path of the route that generates a sample."""
+
     async def open(self, label: str) -> ServerModel:
         """Check that the server can be used, and name its weights `label`. Raises `ModelError` for wrong flags."""
-        ...
-
-    @property
-    def generate(self) -> str:
-        """The path of the route that generates a sample."""
         ...
 
     def check(self, request: Request) -> None:
@@ -164,7 +162,6 @@ class ServerCore:
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if the server cannot serve the request."""
         self._api.check(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
@@ -200,14 +197,12 @@ class ServerCore:
         await self._api.pause(on_update)
 
     async def resume(self) -> None:
-        """Resume sampling after a pause."""
         await self._api.resume()
 
     async def stage(self) -> None:
         """Do nothing: the server reads the shared memory when it loads the weights."""
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Load the staged weights into the server."""
         label = label_of(epoch, version)
         await self._api.load_staged(label)
         self._label = label
@@ -270,17 +265,13 @@ class ServerCore:
         arrived, ended = len(chunk.token_ids), chunk.ended
         for span in spans:
             if span.end > sample.passed_on:
-                last = ended and span is spans[-1]
-                self._put(sample, span, arrived=arrived, ended=last)
+                last, new = ended and span is spans[-1], slice(sample.passed_on, span.end)
+                sample.passed_on = span.end
+                sampled = Sampled(sample.name, sample.token_ids[new], sample.logprobs[new], arrived, last)
+                self._steps.put_nowait(Step(named_by(span.label), [sampled]))
                 arrived, ended = 0, ended and not last
         if arrived or ended:
             self._steps.put_nowait(Step(None, [Sampled(sample.name, [], [], arrived, ended)]))
-
-    def _put(self, sample: _Sample, span: LabelSpan, *, arrived: int, ended: bool) -> None:
-        new = slice(sample.passed_on, span.end)
-        sample.passed_on = span.end
-        sampled = Sampled(sample.name, sample.token_ids[new], sample.logprobs[new], arrived, ended)
-        self._steps.put_nowait(Step(named_by(span.label), [sampled]))
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
@@ -321,7 +312,8 @@ class ServerHttp:
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url
         self._longest_s = math.inf
-        _allow_all_descriptors()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the usual soft limit of 1024 would limit the samples
         self._session = http_client.hot_session(token=token, keep_alive_s=_KEEP_ALIVE_S, read_bytes=2**20)
 
     def hurry(self, longest_s: float) -> None:
@@ -387,12 +379,6 @@ class ServerHttp:
         if answer.status != 200:
             text = (await answer.text(errors="replace"))[:_SHOWN]
             raise EngineUnreachable(f"{method} {self.url}{path} must answer 200, got {answer.status}: {text}")
-
-
-def _allow_all_descriptors() -> None:
-    """Raise the soft limit on open files to the hard limit: the usual 1024 would cap the number of samples."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _reason(error: BaseException) -> str:

@@ -34,9 +34,11 @@ from pipelinerl.engines.external.vllm.limits import (
 from pipelinerl.engines.external.worker.torch_shared_bytes import check_room
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_skeleton
+from pipelinerl.models.model_shape import BYTES
 from pipelinerl.models.tokenizer import ChatTokenizer
 
 log = logging.getLogger("pipelinerl")
@@ -150,7 +152,8 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
             here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
-            options=options,
+            slots=options.slots,
+            context_length=options.context_length,
             vocab_size=int(text.vocab_size),
             layout=layout,
             cache_bytes=core.cache_bytes,
@@ -186,8 +189,5 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
     """Return the bytes of keys and values for all slots and one more, in whole blocks of the cache."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * head_dim * (4 if options.dtype == "float32" else 2)
-    blocks = -(-options.context_length // _BLOCK)
-    return int((options.slots + 1) * blocks * _BLOCK * token)
+    block_bytes = replace(CacheShape.of(text), size=_BLOCK).block_bytes(BYTES[options.dtype])
+    return (options.slots + 1) * -(-options.context_length // _BLOCK) * block_bytes

@@ -50,12 +50,13 @@ def check_continued(request: Request) -> None:
 
 def sampling_of(sequence: Sequence) -> dict[str, Any]:
     """Return vLLM's sampling parameters of one sample, which ends only at the token limit or at `stop_ids`."""
-    request = sequence.request
+    request, begun = sequence.request, len(sequence.prefix)
     parameters: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        "seed": seed_of(sequence),
+        # vLLM reads a generator from its beginning, so a continued sample with the same seed would repeat its noise.
+        "seed": rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key,
         "max_tokens": sequence.token_limit,
         "stop_token_ids": sorted(request.stop_ids),
         "logprobs": request.num_top,  # the sampled token is reported in addition to these likeliest ones
@@ -75,11 +76,8 @@ def structure_of(request: Request) -> dict[str, Any]:
     form = request.response_format
     if form is None:
         return {}
-    return {
-        "structured_outputs": {"json_object": True}
-        if form.json_schema is None
-        else {"json": form.json_schema.definition}
-    }
+    schema = {"json_object": True} if form.json_schema is None else {"json": form.json_schema.definition}
+    return {"structured_outputs": schema}
 
 
 def check_experts_on_cpu(path: Path) -> None:
@@ -105,14 +103,6 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
             f'engine.options.moe_backend = "{KEEPS_EXPERTS}", whose layout is that of the files, or use engine.type = '
             '"torch"'
         )
-
-
-def seed_of(sequence: Sequence) -> int:
-    """Return the seed of a sample's generator, which vLLM always reads from its beginning. A continued sample gets
-    another seed, or it would repeat the noise of its first tokens.
-    """
-    begun = len(sequence.prefix)
-    return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key
 
 
 def share_beside_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:

@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from inference_contract.weights import Backend, InitProcessGroupRequest
-from pipelinerl.engines.weights.group_member import joined
+from pipelinerl.engines.weights.group_member import IN_PROCESS
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast import collective  # noqa: F401  imported here once, instead of in each forked process
@@ -47,12 +46,7 @@ def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
             greeting, ends, _, _ = socket.recv_fds(line, 1, 1)
             if not greeting:
                 return  # the engine's process has ended
-            in_background("endpoint", partial(serve_membership, socket.socket(fileno=ends[0]), staged, device))
-
-
-def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) -> None:
-    """Serve one endpoint: execute the engine's orders from the socket `line` until the engine closes it."""
-    _Membership(line, staged, device).serve()
+            in_background("endpoint", _Membership(socket.socket(fileno=ends[0]), staged, device).serve)
 
 
 @final
@@ -68,7 +62,7 @@ class _Membership:
         self._left = False
 
     def serve(self) -> None:
-        """Execute and answer the engine's orders until it closes the socket."""
+        """Execute and answer the engine's orders until the engine closes the socket."""
         in_background("orders", self._read)
         with self._line:
             try:
@@ -93,7 +87,9 @@ class _Membership:
             if "join" in order:
                 self._join(InitProcessGroupRequest.model_validate(order["join"]))
             elif "expect" in order:
-                return {"said": self._group.expect(order["expect"], deadline=time.monotonic() + order["timeout_s"])}
+                return {
+                    "announced": self._group.expect(order["expect"], deadline=time.monotonic() + order["timeout_s"])
+                }
             else:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:
@@ -109,7 +105,7 @@ class _Membership:
     def _join(self, request: InitProcessGroupRequest) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # CUDA's current device is per thread
-        group = joined(request)
+        group = IN_PROCESS.join(request)
         with self._guard:
             self._group = group
             if self._left:
@@ -179,7 +175,7 @@ def main(line: int, memory: int) -> None:
                 if os.fork() == 0:
                     door.close()
                     try:
-                        serve_membership(end, staged, torch.device("cpu"))
+                        _Membership(end, staged, torch.device("cpu")).serve()
                     finally:
                         os._exit(0)
 

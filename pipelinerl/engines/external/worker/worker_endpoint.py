@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,20 +45,10 @@ from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory,
 from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, UpdateError
 
+if TYPE_CHECKING:
+    from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+
 _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
-
-
-class SharedRoom(Protocol):
-    """Memory behind the staging buffer that both processes map: a part of `torch_shared_bytes.SharedBytes`."""
-
-    @property
-    def further(self) -> Any:
-        """The memory as flat u8; only its reserved parts may be read or written."""
-        ...
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`. Raises `OSError` if there is not enough memory."""
-        ...
 
 
 @final
@@ -68,9 +58,9 @@ class WorkerEndpointFactory:
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
         self._line: socket.socket | None = None
-        self._shared: SharedRoom | None = None
+        self._shared: SharedBytes | None = None
 
-    def lend(self, shared: SharedRoom) -> None:
+    def lend(self, shared: SharedBytes) -> None:
         """Set the memory that the worker maps behind the staging buffer."""
         self._shared = shared
 
@@ -134,10 +124,15 @@ class WorkerEndpointFactory:
 
 @final
 class WorkerEndpoint:
-    """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`."""
+    """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`.
 
-    def __init__(self, line: socket.socket, *, name: str) -> None:
+    The worker writes to the memory that it shares with the staging buffer or, with `landing`, to that array, from which
+    the bytes are then copied.
+    """
+
+    def __init__(self, line: socket.socket, *, name: str, landing: NDArray[np.uint8] | None = None) -> None:
         self._line = line
+        self._landing = landing
         self._answers = line.makefile("rb")
         self._name = name
         self._guard = threading.Lock()
@@ -146,16 +141,17 @@ class WorkerEndpoint:
 
     def expect(self, key: str, *, deadline: float) -> str:
         """Wait in the worker for rank 0's announcement."""
-        return str(self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("said", ""))
+        return str(
+            self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("announced", "")
+        )
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
         """Receive `tensor`'s bytes in the worker; returns when the worker no longer writes to them."""
-        start = tensor.storage_offset()
-        self.receive(start, start + tensor.numel(), deadline=deadline)
-
-    def receive(self, start: int, end: int, *, deadline: float) -> None:
-        """Receive bytes [start, end) of the shared memory in the worker. Raises as `broadcast` does."""
+        start = tensor.storage_offset() if self._landing is None else 0
+        end = start + tensor.numel()
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
+        if self._landing is not None:
+            tensor.numpy()[:] = self._landing[:end]
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
         """Send an order to the worker and return the answer. If that is an error, leave the group and raise it."""
@@ -246,7 +242,8 @@ class OwnProcess:
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
         """Fork a process that joins the group, and return its endpoint."""
         ours, theirs = socket.socketpair()
-        endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
+        name = f"group {request.group!r} generation {request.generation}"
+        endpoint = WorkerEndpoint(ours, name=name, landing=self._landing)
         with theirs, self._one_at_a_time:
             try:
                 socket.send_fds(self._line, [b"m"], [theirs.fileno()])
@@ -255,29 +252,7 @@ class OwnProcess:
                 self._line, self._end = self._nursery()
                 socket.send_fds(self._line, [b"m"], [theirs.fileno()])
         endpoint.order({"join": request.model_dump(mode="json")})
-        return _Copied(endpoint, self._landing)
-
-
-@final
-class _Copied:
-    """Endpoint that receives in another process and copies the bytes from shared memory; satisfies `GroupEndpoint`."""
-
-    def __init__(self, endpoint: WorkerEndpoint, landing: NDArray[np.uint8]) -> None:
-        self._endpoint = endpoint
-        self._landing = landing
-
-    def expect(self, key: str, *, deadline: float) -> str:
-        """Wait in the other process for rank 0's announcement."""
-        return self._endpoint.expect(key, deadline=deadline)
-
-    def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Receive `tensor`'s bytes in the other process, and copy them into `tensor`."""
-        self._endpoint.receive(0, tensor.numel(), deadline=deadline)
-        tensor.numpy()[:] = self._landing[: tensor.numel()]
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._endpoint.close()
+        return endpoint
 
 
 def _end(line: socket.socket, nursery: subprocess.Popen[bytes]) -> None:

@@ -388,7 +388,7 @@ async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) 
         api = SglangServerApi(http, LAYOUT, nothing)
         core = ServerCore(api, http, serving=(0, 0), silence_s=silence_s, ask_every_s=silence_s / 10)
         return core, CoreModel(
-            options=engine_options(context_length=CONTEXT), vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
+            slots=4, context_length=CONTEXT, vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
         )
 
     with _sglang(tmp_path) as stock, SharedBytes(1) as nothing:

@@ -207,9 +207,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
                 "instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
             }
             return Draft(
-                messages=(
-                    Message("user", "\n".join([request, *(each.instruction.sentence for each in instructions)])),
-                ),
+                messages=(Message("user", "\n".join([request, *(each.sentence for each in instructions)])),),
                 ground_truth=answer,
                 metadata=metadata,
                 tags=(f"instructions={len(instructions)}",),

@@ -109,6 +109,17 @@ class Asked(NamedTuple):
     id: str
     instruction: Instruction
 
+    @property
+    def sentence(self) -> str:
+        """The sentence that states the instruction in a prompt."""
+        shown = msgspec.to_builtins(self.instruction)
+        for name, value in shown.items():
+            if isinstance(value, list):
+                shown[name] = ", ".join(f'"{each}"' for each in value)
+        if isinstance(self.instruction, wording.ResponseLanguage):
+            shown["language"] = wording.LANGUAGES[self.instruction.language].name
+        return self.instruction.sentence.format(**shown)
+
 
 def made(id: str, parameters: Mapping[str, Any]) -> Asked:
     """Build an instruction; a parameter of None counts as absent, and 3.0 is read as 3.

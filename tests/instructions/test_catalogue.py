@@ -109,10 +109,10 @@ CASES = [
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
 def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow, do_not):
-    instruction = made(id, parameters).instruction
+    _, instruction = asked = made(id, parameters)
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
-    assert instruction.sentence[0].isupper()
+    assert asked.sentence[0].isupper() and "{" not in asked.sentence
 
 
 def test_every_instruction_in_the_catalogue_has_a_test_case():

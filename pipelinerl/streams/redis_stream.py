@@ -83,7 +83,10 @@ _Command = Callable[[int], tuple[Any, ...]]
 
 @final
 class RedisStream:
-    """Named logs on a Redis server, created by `connect` and bound to the event loop on which `connect` ran."""
+    """Named logs on a Redis server, created by `connect` and bound to the event loop on which `connect` ran.
+
+    `Stream` documents the methods.
+    """
 
     def __init__(
         self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int
@@ -150,7 +153,7 @@ class RedisStream:
         return stream
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append payloads in order; see `Stream.append`. Appends above 1 MiB take one round trip per MiB."""
+        """Append as `Stream.append` does, but in one round trip per MiB."""
         if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
             raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
         added = 0
@@ -160,7 +163,6 @@ class RedisStream:
         return added
 
     async def last_id(self, stream: str) -> str:
-        """Return the newest entry's id; see `Stream.last_id`."""
         try:
             facts = await self._call("XINFO", "STREAM", self._prefix + stream)
         except _RefusedError as error:
@@ -170,7 +172,6 @@ class RedisStream:
         return str(dict(zip(facts[::2], facts[1::2], strict=True))[b"last-generated-id"].decode())
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """Return the entries after the given offsets; see `Stream.read`."""
         for offset in offsets.values():
             parse_id(offset)
         if not offsets:
@@ -185,7 +186,6 @@ class RedisStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """Claim entries for a consumer; see `Stream.claim`."""
         key, deadline = self._prefix + stream, time.monotonic() + block_s
 
         def command(block_ms: int) -> tuple[Any, ...]:
@@ -207,7 +207,6 @@ class RedisStream:
                 return entries
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """Return the entries that a consumer has claimed; see `Stream.held`."""
         key = self._prefix + stream
         try:
             return self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
@@ -217,25 +216,20 @@ class RedisStream:
             return []
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Reset the idle time of claimed entries; see `Stream.renew`."""
         if entry_ids:
             await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, "JUSTID")
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """Mark entries as processed by a group; see `Stream.acknowledge`."""
         if entry_ids:
             await self._call("XACK", self._prefix + stream, group, *entry_ids)
 
     async def length(self, stream: str) -> int:
-        """Return the number of entries; see `Stream.length`."""
         return int(await self._call("XLEN", self._prefix + stream))
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that still fit; see `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop the entries below an id; see `Stream.trim`."""
         parse_id(before)
         if fence is None:
             await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
@@ -245,7 +239,6 @@ class RedisStream:
             raise fence.passed()
 
     async def streams(self, prefix: str) -> list[str]:
-        """Return the names of the streams with a prefix; see `Stream.streams`."""
         pattern = "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in self._prefix + prefix) + "*"
         names: set[str] = set()
         cursor: int | bytes = 0

@@ -299,7 +299,7 @@ async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_
     await judged(verifier, RIGHT)
     assert len(tries) == 2, "and who comes later tries anew"
     await verifier.close()
-    assert (await judged(verifier, RIGHT)).reason == "the verifier is closed"
+    assert (await judged(verifier, RIGHT)).reason == "the sandbox is closed"
 
 
 @pytest.fixture

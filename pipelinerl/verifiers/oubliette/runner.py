@@ -19,7 +19,7 @@ from pipelinerl.verifiers.oubliette.repository import (
     Content,
     ContentMissing,
     PersistentRepository,
-    Repository,
+    TransientRepository,
     size_of,
 )
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost
@@ -102,26 +102,16 @@ class LocalRunner:
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
-        outputs: Repository | None = None,
+        outputs: TransientRepository | None = None,
     ) -> None:  # fmt: skip
         """Create the runner; `repository` resolves links and stores compiled checkers, `outputs` stores outputs."""
+        self.tier: Final = tier
+        self.at_once: Final = at_once
         self._sandbox = sandbox
-        self._tier = tier
-        self._at_once = at_once
         self._repository = repository
         self._outputs = outputs
         self._checkers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
         self._trusted: OrderedDict[bytes, bool] = OrderedDict()
-
-    @property
-    def tier(self) -> str:
-        """Tier of the sandbox."""
-        return self._tier
-
-    @property
-    def at_once(self) -> int:
-        """Number of the sandbox's slots."""
-        return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile a source if its language needs compiling. Nothing is cached, since a program is judged only once."""

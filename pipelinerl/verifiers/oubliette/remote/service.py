@@ -41,7 +41,7 @@ from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLo
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 
 #: Maximum number of work items that a service holds.
-MOST_WAITING: Final = 65_536
+_MOST_WAITING: Final = 65_536
 #: Upper bounds of the limits that a client may request for a run.
 _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
@@ -61,14 +61,12 @@ class OublietteService:
         tier: Tier,
         persistent: PersistentRepository,
         transient: TransientRepository,
-        most_waiting: int = MOST_WAITING,
     ) -> None:
         """Create the service; `runner` must use the same `persistent` and `transient` repositories."""
         self._runner = runner
         self._tier = tier
         self._persistent = persistent
         self._transient = transient
-        self._most_waiting = most_waiting
         self._queue = self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
@@ -76,7 +74,7 @@ class OublietteService:
         if request.protocol != wire.PROTOCOL:
             problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
-        if self._queue and self._queue + len(request.works) > self._most_waiting:
+        if self._queue and self._queue + len(request.works) > _MOST_WAITING:
             raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:

@@ -42,22 +42,16 @@ _SYSTEM: Final = (
 
 
 class Reply(Protocol):
-    """Reply of a judge server to one prompt."""
+    """Reply of a judge server to one prompt. Its numbers of tokens are None if the server does not report them."""
 
     @property
-    def text(self) -> str:
-        """The text of the reply."""
-        ...
+    def text(self) -> str: ...
 
     @property
-    def num_tokens(self) -> int | None:
-        """Number of tokens of the reply; None if the server does not report it."""
-        ...
+    def num_tokens(self) -> int | None: ...
 
     @property
-    def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt; None if the server does not report it."""
-        ...
+    def prompt_tokens(self) -> int | None: ...
 
 
 class JudgeServer(Protocol):

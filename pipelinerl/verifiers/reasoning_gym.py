@@ -114,7 +114,6 @@ class ReasoningGym:
         return verdict
 
     async def close(self) -> None:
-        """Stop the worker processes."""
         await self._pool.close()
 
     def _entry(self, problem: Problem) -> _Entry:

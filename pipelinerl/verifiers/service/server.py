@@ -133,7 +133,6 @@ class VerifierService:
         self.started.set()
 
     async def close(self) -> None:
-        """Close all verifiers and their workers."""
         for domain in self._domains.values():
             await domain.verifier.close()
 

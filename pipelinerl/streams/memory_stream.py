@@ -89,7 +89,8 @@ class MemoryStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        shared = self._group(stream, group)
+        log = self._logs.setdefault(stream, _Log())
+        shared = log.groups.setdefault(group, _Group())
 
         def mine() -> list[Entry]:
             entries = self._abandoned(stream, shared, count, reclaim_idle_s)
@@ -105,17 +106,17 @@ class MemoryStream:
         return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        pending = self._group(stream, group).pending
+        pending = self._pending(stream, group)
         return self._kept(stream, sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer))
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        pending = self._group(stream, group).pending
+        pending = self._pending(stream, group)
         for entry_id in map(parse_id, entry_ids):
             if entry_id in pending:
                 pending[entry_id] = _Pending(consumer, time.monotonic())
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        pending = self._group(stream, group).pending
+        pending = self._pending(stream, group)
         for entry_id in map(parse_id, entry_ids):
             pending.pop(entry_id, None)
 
@@ -141,8 +142,8 @@ class MemoryStream:
         """Discard all data."""
         self._logs.clear()
 
-    def _group(self, stream: str, group: str) -> _Group:
-        return self._logs.setdefault(stream, _Log()).groups.setdefault(group, _Group())
+    def _pending(self, stream: str, group: str) -> dict[_Id, _Pending]:
+        return self._logs.get(stream, _Log()).groups.get(group, _Group()).pending
 
     async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
         """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return the entries found."""
@@ -173,7 +174,7 @@ class MemoryStream:
         return kept
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
-        log = self._logs[stream]
+        log = self._logs.get(stream, _Log())
         places = [(entry_id, bisect_left(log.ids, entry_id)) for entry_id in ids]
         return [
             Entry(stream, _text(entry_id), log.payloads[place])

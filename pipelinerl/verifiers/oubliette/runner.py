@@ -8,7 +8,7 @@ contains the expected answer, since a checker is a separate run.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
@@ -30,8 +30,6 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 _LARGE: Final = 16 << 10
 #: Number of compiled checkers that are cached.
 _REMEMBERED: Final = 256
-#: Number of tests for which the result of `_accepts_reference` is cached.
-_TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,6 @@ class LocalRunner:
         self._repository = repository
         self._outputs = outputs
         self._checkers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
-        self._trusted: OrderedDict[bytes, bool] = OrderedDict()
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile a source if its language needs compiling. Nothing is cached, since a program is judged only once."""
@@ -149,24 +146,10 @@ class LocalRunner:
         try:
             return checker.share(await self._ran(checker.checking(program, given, output, answer)))
         except CheckerFailed:
-            if not await self._accepts_reference(checker, program, given, answer):
-                raise
-            return 0.0
-
-    async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
-        parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
-        for part in (program, given, answer):
-            parts.update(hashlib.blake2b(part).digest())
-        key = parts.digest()
-        if key not in self._trusted:
-            try:
-                share = checker.share(await self._ran(checker.checking(program, given, answer, answer)))
-            except CheckerFailed:
-                share = 0.0
-            self._trusted[key] = share == 1.0
-            while len(self._trusted) > _TRUSTED:
-                self._trusted.popitem(last=False)
-        return self._trusted[key]
+            with contextlib.suppress(CheckerFailed):
+                if checker.share(await self._ran(checker.checking(program, given, answer, answer))) == 1.0:
+                    return 0.0
+            raise
 
     async def checker(self, checker: CustomChecker) -> bytes:
         """Return a checker's compiled program, cached. Raises `CheckerFailed` if it does not compile."""

@@ -248,14 +248,12 @@ class Sandbox:
         for number in range(_TRIES):
             try:
                 result = slot.run(run)
-            except SandboxLost as error:
-                if number == _TRIES - 1 or self._closed:
-                    future.set_exception(error)
-                    return
-            except OSError as error:  # for example, the host has run out of file descriptors, memory or processes
-                if number == _TRIES - 1 or self._closed:
-                    future.set_exception(SandboxLost(f"the host could not run it: {error}"))
-                    return
+            except (SandboxLost, OSError) as error:
+                if number < _TRIES - 1 and not self._closed:
+                    continue
+                if isinstance(error, OSError):  # the host has run out of file descriptors, memory or processes, say
+                    error = SandboxLost(f"the host could not run it: {error}")
+                future.set_exception(error)
             else:
                 future.set_result(result)
-                return
+            return

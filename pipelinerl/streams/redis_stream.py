@@ -249,7 +249,6 @@ class RedisStream:
                 return sorted(names)
 
     async def close(self) -> None:
-        """Release connections."""
         await self._client.aclose()
 
     async def _reclaim(self, stream: str, group: str, consumer: str, count: int, idle_s: float) -> list[Entry]:

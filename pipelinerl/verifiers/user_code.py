@@ -321,7 +321,6 @@ class PooledReward:
         )
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
         plain = msgspec.to_builtins(problem)
         return await _judged(self._of, answers, lambda batch: self._verdicts(plain, batch, group=problem.problem_id))
 
@@ -352,7 +351,6 @@ class AsyncReward:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
         return await _judged(self._reward.of, answers, lambda batch: self._verdicts(problem, batch))
 
     async def close(self) -> None:
@@ -373,6 +371,8 @@ class AsyncReward:
 async def _judged(
     of: Of, answers: Sequence[SampledAnswer], judge: Callable[[Sequence[SampledAnswer]], Awaitable[list[Verdict]]]
 ) -> list[Judgement]:
+    """Judge all answers in one call if the function takes a group, else each answer concurrently."""
+
     async def timed(batch: Sequence[SampledAnswer]) -> list[Judgement]:
         began = time.monotonic()
         verdicts = await judge(batch)
@@ -392,7 +392,6 @@ class Shielded:
         self._verifier = verifier
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge by the user's verifier."""
         try:
             verdict = await self._verifier.verify(problem, completion_text)
         except TimeoutError:

@@ -83,7 +83,6 @@ class PerAnswerVerifier:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers concurrently."""
         texts = [answer.text for answer in answers]
         known = self._judged_at_once(problem, texts)
         later = [text for text in texts if text not in known]

@@ -119,7 +119,6 @@ class LocalRunner:
         return Program(language, result.stdout, result.wall_s) if result.succeeded else result
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run a program on an input."""
         content, read = await self.read(program.content), await self.read(stdin)
         result = await self._ran(toolchains.find(program.language).running(content, read, limits))
         if self._outputs is None:
@@ -186,7 +185,6 @@ class LocalRunner:
         return result.stdout
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of `content`, which may be a link."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

@@ -132,7 +132,6 @@ class RemoteRunner:
         return Executed(result, self._link(done.output))
 
     async def check(self, check: Check) -> float:
-        """Check an output at the service."""
         contents: dict[Link, bytes] = {}
         checker = check.checker
         work = wire.CheckWork(

@@ -13,7 +13,6 @@ disconnects. A program's guest holds the program's input and nothing else of the
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from starlette.routing import Route
 
 from pipelinerl.system.http_service import BodyRule, HeartbeatRoute, RequestRefused, guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.checkers import FILE_NAME, CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
 from pipelinerl.verifiers.oubliette.repository import (
     ContentMissing,
@@ -47,7 +46,6 @@ _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
     disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
 )  # fmt: skip
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 @final
@@ -168,7 +166,7 @@ class OublietteService:
     def _checker(self, checker: wire.CheckerProgram) -> CustomChecker:
         files = []
         for name, link in checker.files:
-            if _FILE_NAME.fullmatch(name) is None:
+            if FILE_NAME.fullmatch(name) is None:
                 raise CheckerFailed(f"a checker's files must have plain names, got {name!r:.80}")
             files.append((name, self._text(link)))
         return CustomChecker(

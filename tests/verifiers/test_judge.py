@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,12 +223,21 @@ class CountingServer:
         pass
 
 
+UNLIMITED = Spending(where="d", most_calls=None, most_tokens=None)
+
+
+def opening(
+    open_server: Callable[[], Awaitable[CountingServer]], spending: Spending = UNLIMITED, **settings: Any
+) -> Judge:
+    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
+    return Judge(chosen, open_server=open_server, spending=spending)
+
+
 def with_server(server: CountingServer, **settings: Any) -> Judge:
     async def opened() -> CountingServer:
         return server
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
-    return Judge(chosen, open_server=opened, spending=Spending(where="d", most_calls=None, most_tokens=None))
+    return opening(opened, **settings)
 
 
 async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
@@ -255,7 +264,7 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
 async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect() -> None:
     opened, gate = 0, asyncio.Event()
 
-    async def opening() -> CountingServer:
+    async def connect() -> CountingServer:
         nonlocal opened
         opened += 1
         await gate.wait()
@@ -263,9 +272,8 @@ async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later
             raise EngineUnreachable("not there yet")
         return CountingServer()
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
     spending = Spending(where="d", most_calls=None, most_tokens=None)
-    judge = Judge(chosen, open_server=opening, spending=spending)
+    judge = opening(connect, spending)
     first = asyncio.ensure_future(verdicts(judge, "a"))
     others = asyncio.ensure_future(verdicts(judge, "b", "c"))
     while not opened:
@@ -284,8 +292,7 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     async def never() -> CountingServer:
         return await asyncio.get_running_loop().create_future()
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
-    judge = Judge(chosen, open_server=never, spending=Spending(where="d", most_calls=None, most_tokens=None))
+    judge = opening(never)
     task = asyncio.ensure_future(verdicts(judge, "a"))
     while judge._opening is None:
         await asyncio.sleep(0)

@@ -65,9 +65,8 @@ def test_default_sandbox_of_an_unprivileged_user_stops_all_attacks(sandbox: Sand
     found = json.loads(ended.stdout)
     if "missing" in found:
         pytest.skip(f"left out: attacks by a user without rights, since {found['missing']}")
-    assert found["escaped"] == []
-    assert found["escaped_weak"] == []
-    assert found["tried"] >= len(ATTACKS)
+    assert found["default"]["escaped"] == found["weak"]["escaped"] == []
+    assert found["default"]["tried"] >= len(ATTACKS)
 
 
 HOLES = {

@@ -59,7 +59,7 @@ class GroupVerifier(Protocol):
         ...
 
 
-async def start(verifier: Verifier | GroupVerifier) -> None:
+async def start(verifier: object) -> None:
     """Start a verifier, if it has `start`; a failure is reported when the first answer is judged."""
     if hasattr(verifier, "start"):
         await verifier.start()

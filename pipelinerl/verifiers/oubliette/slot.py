@@ -316,7 +316,8 @@ class _Reader:
                     if len(packet) < _ANSWER.size:
                         return None
                     ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
-                    answer = _Answer(*_ANSWER.unpack_from(packet), ended, trouble)
+                    code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
+                    answer = _Answer(code, cpu_s, wall_s, delayed_s, ended, trouble)
                 poll.unregister(file)
                 waiting.discard(file)
             if len(self.stdout) > self._most[self._out] and not ended_by_us:

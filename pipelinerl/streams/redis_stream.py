@@ -83,52 +83,36 @@ _Command = Callable[[int], tuple[Any, ...]]
 
 @final
 class RedisStream:
-    """Named logs on a Redis server, created by `connect` and bound to the event loop on which `connect` ran.
+    """Named logs on a Redis server. `connect` binds the object to the running event loop; `Stream` documents the rest.
 
-    `Stream` documents the methods.
+    Args:
+        url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
+        namespace: prefix of all keys, so that several runs can share a server.
+        timeout_s: longest outage of the server before an `AddressError`.
+        full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
+            default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
+        max_length: bound on the entries of a stream; see `Stream.room`.
     """
 
     def __init__(
-        self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int
-    ) -> None:
-        self.max_length: Final = max_length
-        self._client = client
-        self._address = address
-        self._prefix = f"{namespace}:"
-        self._timeout_s = timeout_s
-        self._full_timeout_s = full_timeout_s
-        self._is_full = False  # True if the server's last answer was that it is full
-        self._walked: dict[tuple[str, str], float] = {}
-        for command in _RAW_ANSWERS:
-            client.set_response_callback(command, _as_it_came)
-
-    @classmethod
-    async def connect(
-        cls,
+        self,
         url: str,
         *,
         namespace: str,
         timeout_s: float = 10.0,
         full_timeout_s: float = 300.0,
         max_length: int = 100_000,
-    ) -> Self:
-        """Connect and check that the server answers.
-
-        Args:
-            url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
-            namespace: prefix of all keys, so that several runs can share a server.
-            timeout_s: longest outage of the server before an `AddressError`.
-            full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
-                default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
-            max_length: bound on the entries of a stream; see `Stream.room`.
-
-        Raises:
-            AddressError: the address is malformed, no server answers, or the password is rejected.
-            PipelineError: the server is full.
-        """
-        address = without_secrets(url)
+    ) -> None:
+        """Create the client. Raises `AddressError` if the address is malformed."""
+        self.max_length: Final = max_length
+        self._address = without_secrets(url)
+        self._prefix = f"{namespace}:"
+        self._timeout_s = timeout_s
+        self._full_timeout_s = full_timeout_s
+        self._is_full = False  # True if the server's last answer was that it is full
+        self._walked: dict[tuple[str, str], float] = {}
         try:
-            client = Redis.from_url(
+            self._client = Redis.from_url(
                 url,
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
@@ -136,21 +120,24 @@ class RedisStream:
                 socket_connect_timeout=timeout_s / 4,
             )
         except ValueError as error:
-            raise AddressError(f"a stream server's address must be redis://host:port, got {address}: {error}") from None
-        stream = cls(
-            client,
-            address=address,
-            namespace=namespace,
-            timeout_s=timeout_s,
-            full_timeout_s=full_timeout_s,
-            max_length=max_length,
-        )
+            sentence = f"a stream server's address must be redis://host:port, got {self._address}: {error}"
+            raise AddressError(sentence) from None
+        for command in _RAW_ANSWERS:
+            self._client.set_response_callback(command, _as_it_came)
+
+    async def connect(self) -> Self:
+        """Check that the server answers.
+
+        Raises:
+            AddressError: no server answers, or the password is rejected.
+            PipelineError: the server is full.
+        """
         try:
-            await stream._call("PING")
+            await self._call("PING")
         except PipelineError:
-            await stream.close()
+            await self.close()
             raise
-        return stream
+        return self
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append as `Stream.append` does, but in one round trip per MiB."""
@@ -389,15 +376,15 @@ def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of
-    `RedisStream.connect`. Raises `AddressError` if the address is malformed, no server answers, or the password is
-    rejected.
+    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of `RedisStream`.
+
+    Raises `AddressError` if the address is malformed, no server answers, or the password is rejected.
     """
     scheme = url.partition("://")[0]
     if scheme == "memory":
         return MemoryStream(max_length=max_length)
     if scheme in ("redis", "rediss", "unix"):
-        return await RedisStream.connect(url, namespace=namespace, timeout_s=timeout_s, max_length=max_length)
+        return await RedisStream(url, namespace=namespace, timeout_s=timeout_s, max_length=max_length).connect()
     raise AddressError(
         f"a stream server's address must be memory:// or redis://host:port, got {without_secrets(url)!r}"
     )

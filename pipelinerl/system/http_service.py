@@ -186,6 +186,11 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
+def json_response(value: msgspec.Struct) -> Response:
+    """Return a response with the value as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
 def refuse_in_one_shape(app: Starlette) -> None:
     """Make `app` report the framework's own errors, and unexpected exceptions, in the format of `refusal`."""
     from fastapi.exceptions import RequestValidationError  # imported only here, since not every service needs fastapi

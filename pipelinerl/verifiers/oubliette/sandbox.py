@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
@@ -102,6 +103,7 @@ def _weak(outer_id: int) -> Isolation:
 
 
 @final
+@dataclass(slots=True)
 class _Place:
     """A slot with its thread, and the state of its run.
 
@@ -110,11 +112,11 @@ class _Place:
         fresh: whether the run counts towards `at_once`. behind: whether the run's processor share was lowered.
     """
 
-    def __init__(self, slot: Slot | GvisorSlot) -> None:
-        self.slot = slot
-        self.thread: threading.Thread | None = None
-        self.given: float | None = None
-        self.fresh = self.behind = False
+    slot: Slot | GvisorSlot
+    thread: threading.Thread | None = None
+    given: float | None = None
+    fresh: bool = False
+    behind: bool = False
 
 
 @final

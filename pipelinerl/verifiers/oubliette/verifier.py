@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 from pipelinerl.errors import RecipeError
@@ -164,14 +164,14 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 
 @final
+@dataclass(slots=True)
 class _Judged:
-    """Judges one answer, and keeps count of the remaining time."""
+    """Judges one answer within the remaining time, `_left_s`."""
 
-    def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
-        self._runner = runner
-        self._problem = problem
-        self._rules = rules
-        self._left_s = deadline_s
+    _runner: CodeRunner
+    _problem: CodeProblem
+    _rules: CodeRules
+    _left_s: float
 
     async def verdict(self, text: str) -> Verdict:
         """Compile and test the program in `text`. Raises `TimeoutError` if the verifier's time runs out."""

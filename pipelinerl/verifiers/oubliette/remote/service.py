@@ -24,7 +24,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.system.http_service import BodyRule, HeartbeatRoute, RequestRefused, guard, refusal, refuse_in_one_shape
+from pipelinerl.system.http_service import (
+    BodyRule,
+    HeartbeatRoute,
+    RequestRefused,
+    guard,
+    json_response,
+    refusal,
+    refuse_in_one_shape,
+)
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import FILE_NAME, CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
@@ -226,12 +234,12 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
 
     @app.get(wire.STATUS)
     async def status() -> Response:
-        return _json(service.status())
+        return json_response(service.status())
 
     @app.put(wire.CONTENT)
     async def content(request: Request) -> Response:
         try:
-            return _json(wire.Stored(str(await service.store(request.stream()))))
+            return json_response(wire.Stored(str(await service.store(request.stream()))))
         except ContentTooLarge as error:
             return refusal(413, str(error), code=wire.TOO_LARGE)
 
@@ -246,7 +254,7 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     async def missing(request: Request) -> Response:
         try:
             decoded = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
-            return _json(await asyncio.to_thread(service.missing, decoded))
+            return json_response(await asyncio.to_thread(service.missing, decoded))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 
@@ -258,7 +266,3 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     refuse_in_one_shape(app)
     guard(app, token=token, puts=BodyRule.STREAMED)
     return app
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -78,11 +78,11 @@ class FanoutClient:
             TimeoutError: no complete response within `timeout_s`.
             ValueError: `url` is invalid.
         """
-        return await self._asked(url, path, body, timeout_s)
+        return await self._exchange(url, path, body, timeout_s)
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Request `path` below `url`, and return status and body; raises like `post`."""
-        return await self._asked(url, path, None, timeout_s)
+        return await self._exchange(url, path, None, timeout_s)
 
     async def stream(
         self, url: str, path: str, body: bytes | None, *, timeout_s: float
@@ -115,19 +115,19 @@ class FanoutClient:
             peer = self._peers[url] = _Peer(url)
         return peer
 
-    async def _asked(self, url: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(self, url: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
         request = peer.request(path, self._headers, body)
         if (kept := self._kept(peer, now)) is not None:
             try:
-                return await self._asked_on(kept, peer, request, timeout_s)
+                return await self._exchange_on(kept, peer, request, timeout_s)
             except _NotAnswered:
                 if self._is_closed:
                     raise
         line = await self._connected(peer, due)
-        return await self._asked_on(line, peer, request, due - time.monotonic())
+        return await self._exchange_on(line, peer, request, due - time.monotonic())
 
-    async def _asked_on(self, line: _Line, peer: _Peer, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange_on(self, line: _Line, peer: _Peer, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         answer = line.begin(request)
         due = answer.get_loop().call_later(max(timeout_s, 0.0), line.fail, TimeoutError())
         try:

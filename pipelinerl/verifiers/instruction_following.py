@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import Asked, Matching, Score, followed, instructions_of
+from pipelinerl.instructions.catalogue import Matching, NamedInstruction, Score, followed, instructions_of
 from pipelinerl.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
@@ -68,7 +68,7 @@ class InstructionFollowing:
     async def close(self) -> None:
         await self._pool.close()
 
-    def _verdict(self, instructions: Sequence[Asked], done: Sequence[bool]) -> Verdict:
+    def _verdict(self, instructions: Sequence[NamedInstruction], done: Sequence[bool]) -> Verdict:
         by_id: dict[str, list[bool]] = {}
         for each, is_followed in zip(instructions, done, strict=True):
             by_id.setdefault(each.id, []).append(is_followed)
@@ -82,7 +82,7 @@ class InstructionFollowing:
         )
 
 
-def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
+def instructions_of_problem(problem: Problem) -> tuple[NamedInstruction, ...]:
     """Return the problem's instructions. Raises `RecipeError` if there are none, or one is invalid."""
     return instructions_of(problem.metadata, problem.ground_truth)
 

@@ -76,7 +76,7 @@ class ReasoningGym:
         if verdict is not None:
             return verdict
         question = [name, index, extract_answer(completion_text), problem.ground_truth]
-        return await self._judged_elsewhere(question, group=problem.problem_id)
+        return await self._judged_by_worker(question, group=problem.problem_id)
 
     async def _loaded(self, name: str, task: str, parameters: Mapping[str, Any]) -> Scorer:
         """Load a scorer on a thread, once for all answers that wait for it."""
@@ -119,7 +119,7 @@ class ReasoningGym:
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
 
-    async def _judged_elsewhere(self, question: list[Any], *, group: str) -> Verdict:
+    async def _judged_by_worker(self, question: list[Any], *, group: str) -> Verdict:
         try:
             return _verdict(await self._pool.ask(question, group=group), question[2])
         except TimeoutError:

@@ -125,7 +125,7 @@ class WorkerPool:
             answer = await self._answered_soon(turn.worker, question)
             if answer is _SLOW:
                 self._note_slow(group)
-                answer = await self._asked_slowly(turn, question, group, until=began + self._deadline_s)
+                answer = await self._answered_slowly(turn, question, group, until=began + self._deadline_s)
             self._latest_s.append(asyncio.get_running_loop().time() - began)
             self._latest_cpu_s.append(max(0.0, turn.worker.cpu_s - cpu_began))
             if turn.places is self._places:
@@ -169,7 +169,7 @@ class WorkerPool:
                     return _SLOW
                 look_s = max(_LEAST_LOOK_S, left_s)
 
-    async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
+    async def _answered_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
         """Return the answer to a slow question.
 
         If no place for slow questions is free, kill the question's worker and send the question to another one later.

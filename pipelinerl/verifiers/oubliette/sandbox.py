@@ -151,7 +151,7 @@ class Sandbox:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
             self._waiting.append((run, future))
-            self._call_somebody()
+            self._assign_waiting_run()
         return future
 
     def run(self, run: Run) -> ProgramResult:
@@ -175,7 +175,7 @@ class Sandbox:
         if self._watch is not None:
             self._watch.join()
 
-    def _call_somebody(self) -> None:
+    def _assign_waiting_run(self) -> None:
         """Wake or start a slot's thread if there is work and capacity. Requires the lock."""
         if self._closed or not self._waiting or self._fresh >= self._at_once:
             return
@@ -189,7 +189,7 @@ class Sandbox:
             self._places.append(place)
             place.thread.start()
             if self._watch is None:
-                self._watch = threading.Thread(target=self._make_room, name="oubliette watch", daemon=True)
+                self._watch = threading.Thread(target=self._watch_runs, name="oubliette watch", daemon=True)
                 self._watch.start()
 
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
@@ -206,7 +206,7 @@ class Sandbox:
             self._fresh += 1
             place.given, place.fresh, place.behind = time.monotonic(), True, False
             work = self._waiting.popleft()
-            self._call_somebody()
+            self._assign_waiting_run()
             if not self._watching:
                 self._begun.notify()
             return work
@@ -225,7 +225,7 @@ class Sandbox:
         finally:
             place.slot.close()
 
-    def _make_room(self) -> None:
+    def _watch_runs(self) -> None:
         """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
@@ -238,7 +238,7 @@ class Sandbox:
                     began = place.slot.began
                     if now - (place.given + _STARTING_S if began is None else began + _FRESH_S) > 0:
                         self._no_longer_fresh(place)
-                        self._call_somebody()
+                        self._assign_waiting_run()
                         place.behind = place.behind or place.slot.goes_behind()
 
     def _no_longer_fresh(self, place: _Place) -> None:

@@ -211,7 +211,9 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
             await admin.config_set("maxmemory", 0)
             assert await asyncio.gather(*appends) == [2, 2]
         said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], "once each, not for each try"
+        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], (
+            "each state is logged once, not for each retry"
+        )
         await admin.aclose()
 
 

@@ -90,7 +90,7 @@ async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its
     hanging = asyncio.create_task(one.ask(["spin", 600]))
     await asyncio.sleep(0)
     await one.ask("who")
-    assert not hanging.done(), "the next one waits for no deadline"
+    assert not hanging.done(), "the next request did not wait for the deadline"
     hanging.cancel()
     one, began = pool(workers=1, deadline_s=1.5), time.monotonic()
     with pytest.raises(TimeoutError):
@@ -129,7 +129,7 @@ async def test_many_hanging_requests_time_out_without_blocking_other_requests(po
     await asyncio.sleep(0.01)
     good = [asyncio.create_task(one.ask("who", group="good")) for _ in range(8)]
     await asyncio.gather(*good)
-    assert not any(each.done() for each in hanging), "they have waited for no deadline"
+    assert not any(each.done() for each in hanging), "no request has reached its deadline"
     for each in hanging:
         each.cancel()
     one = pool(workers=2, deadline_s=1.5)

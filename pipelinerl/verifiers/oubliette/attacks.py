@@ -174,7 +174,7 @@ _OF_PROCESSES: Final = (
         source="found = [n for n in os.listdir('/proc') if n.isdigit()]\n"
         "held() if found == ['1'] else escaped(f'{found}')",
     ),
-    Attack(name="an alarm for everybody", limits=ENDLESS, ends=TIME_IS_UP,
+    Attack(name="a timer that interrupts all system calls", limits=ENDLESS, ends=TIME_IS_UP,
            source="signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\nsignal.signal(signal.SIGALRM, lambda *_: None)\n"
            "while True: time.sleep(1)"),
 )  # fmt: skip
@@ -201,7 +201,7 @@ _ON_LIMITS: Final = (
         source="refused(lambda: len(bytes(mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))))",
     ),
     Attack(
-        name="shared memory that nobody's pages show",
+        name="shared memory that is in no process's pages",
         source="refused(mmap.mmap, -1, 1 << 20, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)",
     ),
     Attack(name="shared memory of /dev/zero", own_kernel=True, source="refused(os.open, '/dev/zero', os.O_RDWR)"),
@@ -264,7 +264,7 @@ _ON_LIMITS: Final = (
            source="while True: os.write(1, b'.'); time.sleep(0.01)"),
     Attack(name="closed output, endless", limits=ENDLESS, ends=TIME_IS_UP,
            source="os.close(1); os.close(2)\ntime.sleep(3600)"),
-    Attack(name="a FIFO that nobody opens", limits=ENDLESS, ends=TIME_IS_UP,
+    Attack(name="a FIFO without a writer", limits=ENDLESS, ends=TIME_IS_UP,
            source="os.mkfifo('f')\nopen('f')"),
     Attack(name="output that is a link elsewhere",
            source="os.symlink('/dev/stdout', 'out')\nopen('out', 'w').write('held\\n')"),

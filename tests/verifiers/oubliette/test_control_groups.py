@@ -80,7 +80,7 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
     """The test uses a real version 2 hierarchy, if one is mounted in addition to version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
-        pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
+        pytest.skip("left out: a group of version 2, since none is mounted in addition to version 1")
     group = unified / f"oubliette-{os.getpid()}-own"
     group.mkdir()
     try:
@@ -91,7 +91,7 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
             assert shell.stdout is not None
             assert shell.stdout.readline() == b"in\n"
             control_groups._kill(group)
-            assert shell.stdout.read() == b"", "whoever held the pipe has ended"
+            assert shell.stdout.read() == b"", "all processes that held the pipe have ended"
             assert shell.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
 
@@ -212,7 +212,7 @@ def test_sandboxed_program_killed_by_the_kernel_for_lack_of_memory_has_exceeded_
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._SERVER_BYTES", -(110 << 20))
     assert alone.run(run).ending is Ending.MEMORY
     monkeypatch.undo()
-    assert alone.run(run).succeeded, "and the next run finds its guest"
+    assert alone.run(run).succeeded, "the next run works again"
 
 
 _SERVICE = """

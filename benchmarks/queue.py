@@ -109,7 +109,7 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
     with asyncio.Runner() as runner, Redis.from_url(url, protocol=2) as admin:
-        streams = runner.run(RedisStream.connect(url, namespace="bench"))
+        streams = runner.run(RedisStream(url, namespace="bench").connect())
 
         def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
             def arm() -> float:

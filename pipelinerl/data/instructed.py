@@ -23,7 +23,7 @@ from pipelinerl.data.generated import GeneratedSource, parameters_of
 from pipelinerl.data.source import Draft, SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions import counts, formats, wording
-from pipelinerl.instructions.catalogue import Asked, followed, made
+from pipelinerl.instructions.catalogue import NamedInstruction, followed, make_instruction
 from pipelinerl.instructions.instruction import Relation, words
 from pipelinerl.types import Message
 
@@ -207,9 +207,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
                 "instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
             }
             return Draft(
-                messages=(
-                    Message("user", "\n".join([request, *(each.instruction.sentence for each in instructions)])),
-                ),
+                messages=(Message("user", "\n".join([request, *(each.sentence for each in instructions)])),),
                 ground_truth=answer,
                 metadata=metadata,
                 tags=(f"instructions={len(instructions)}",),
@@ -220,7 +218,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
     )
 
 
-def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
+def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[NamedInstruction]:
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):
@@ -228,7 +226,7 @@ def _composed(parameters: _Parameters, noise: np.random.Generator, request: str)
         excluded = any(kind in group and not group.isdisjoint(chosen) for group in _ONE_OF)
         if len(chosen) < wanted and kind not in chosen and not excluded:
             chosen.append(kind)
-    return [made(kind, _DRAWS[kind](noise, parameters.level, request)) for kind in chosen]
+    return [make_instruction(kind, _DRAWS[kind](noise, parameters.level, request)) for kind in chosen]
 
 
 _SENTENCES: Final = (
@@ -257,7 +255,11 @@ _OTHER_LENGTHS: Final = (1, 2)
 
 
 def answer_following(
-    instructions: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
+    instructions: Sequence[NamedInstruction],
+    topic: str,
+    noise: np.random.Generator,
+    *,
+    sentences: int = DEFAULT_SENTENCES,
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 

@@ -103,14 +103,25 @@ _LAYOUTS: Final = (
 )
 
 
-class Asked(NamedTuple):
+class NamedInstruction(NamedTuple):
     """An instruction of a problem, with its id."""
 
     id: str
     instruction: Instruction
 
+    @property
+    def sentence(self) -> str:
+        """The sentence that states the instruction in a prompt."""
+        shown = msgspec.to_builtins(self.instruction)
+        for name, value in shown.items():
+            if isinstance(value, list):
+                shown[name] = ", ".join(f'"{each}"' for each in value)
+        if isinstance(self.instruction, wording.ResponseLanguage):
+            shown["language"] = wording.LANGUAGES[self.instruction.language].name
+        return self.instruction.sentence.format(**shown)
 
-def made(id: str, parameters: Mapping[str, Any]) -> Asked:
+
+def make_instruction(id: str, parameters: Mapping[str, Any]) -> NamedInstruction:
     """Build an instruction; a parameter of None counts as absent, and 3.0 is read as 3.
 
     Raises `RecipeError` if there is no such instruction, or a parameter is wrong, missing or unknown.
@@ -120,17 +131,17 @@ def made(id: str, parameters: Mapping[str, Any]) -> Asked:
         raise RecipeError(f"there is no instruction {id!r}; the nearest is {near[0] if near else 'none'}")
     given = {name: _whole(value) for name, value in parameters.items() if value is not None}
     try:
-        return Asked(id, msgspec.convert(given, CATALOGUE[id]))
+        return NamedInstruction(id, msgspec.convert(given, CATALOGUE[id]))
     except msgspec.ValidationError as error:
         raise RecipeError(f"instruction {id} with {given!r:.200}: {error}") from None
 
 
-def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Asked, ...]:
+def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[NamedInstruction, ...]:
     """Parse the instructions of a problem. Raises `RecipeError` if it names none, or an invalid one."""
     named = list(_named(metadata, ground_truth))
     if not named:
         raise RecipeError(f"the problem names no instructions; its metadata must hold {_LAYOUTS}")
-    return tuple(made(id, parameters) for id, parameters in named)
+    return tuple(make_instruction(id, parameters) for id, parameters in named)
 
 
 def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -205,7 +216,7 @@ class Score(StrEnum):
         return sum(followed) / len(followed) if self is Score.SHARE else float(all(followed))
 
 
-def followed(asked: Sequence[Asked], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
+def followed(asked: Sequence[NamedInstruction], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
     """Return for each instruction whether the answer follows it; a blank answer follows none."""
     texts = [text for text in (variants(answer) if matching is Matching.LOOSE else [answer]) if text.strip()]
     return [any(each.instruction.follows(text) for text in texts) for each in asked]

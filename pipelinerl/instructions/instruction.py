@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Final, Protocol
+from typing import Annotated, ClassVar, Final, Protocol
 
 from msgspec import Meta
 
@@ -26,10 +27,8 @@ Texts = Annotated[list[Text], Meta(min_length=1, max_length=1000)]
 class Instruction(Protocol):
     """An instruction of one kind, with its parameters."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        ...
+    sentence: ClassVar[str]
+    """Template of the sentence that states the instruction in a prompt; its fields are the parameters."""
 
     def follows(self, answer: str) -> bool:
         """Return whether a non-blank answer follows the instruction."""
@@ -109,13 +108,8 @@ def _is_abbreviation(text: str, end: int) -> bool:
 
 def script_shares(text: str) -> dict[str, float]:
     """Return each script's share of the letters, by Unicode's names: LATIN, CYRILLIC, HANGUL, CJK…"""
-    counts: dict[str, int] = {}
-    for letter in text:
-        script = _script(letter)
-        if script:
-            counts[script] = counts.get(script, 0) + 1
-    letters = sum(counts.values())
-    return {script: count / letters for script, count in counts.items()}
+    counts = Counter(filter(None, map(_script, text)))
+    return {script: count / counts.total() for script, count in counts.items()}
 
 
 @lru_cache(maxsize=2**16)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -28,69 +28,48 @@ _MOSTLY: Final = 0.9
 class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`change_case:english_capital`: the answer must be in English, in capital letters only."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return "Your entire response should be in English, and in all capital letters."
+    sentence: ClassVar = "Your entire response should be in English, and in all capital letters."
 
     def follows(self, answer: str) -> bool:
-        """Return whether all letters are capitals and most are Latin."""
         return answer.isupper() and _is_latin(answer)
 
 
 class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`change_case:english_lowercase`: the answer must be in English, in lowercase letters only."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return (
-            "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed."
-        )
+    sentence: ClassVar = (
+        "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed."
+    )
 
     def follows(self, answer: str) -> bool:
-        """Return whether all letters are lowercase and most are Latin."""
         return answer.islower() and _is_latin(answer)
 
 
 class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`punctuation:no_comma`: the answer must not contain commas."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return "In your entire response, refrain from the use of any commas."
+    sentence: ClassVar = "In your entire response, refrain from the use of any commas."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the answer has no comma."""
         return "," not in answer
 
 
 class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:end_checker`: the answer must end with a given phrase."""
+    """`startend:end_checker`: the answer must end with a phrase, ignoring case and quotation marks."""
 
+    sentence: ClassVar = 'Finish your response with this exact phrase: "{end_phrase}" No other words should follow it.'
     end_phrase: Text
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return f'Finish your response with this exact phrase: "{self.end_phrase}" No other words should follow it.'
-
     def follows(self, answer: str) -> bool:
-        """Return whether the answer ends with the phrase, ignoring case and quotation marks."""
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
 class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:quotation`: the answer must be enclosed in double quotation marks."""
+    """`startend:quotation`: the answer must be a non-empty text in double quotation marks."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return "Wrap your entire response with double quotation marks."
+    sentence: ClassVar = "Wrap your entire response with double quotation marks."
 
     def follows(self, answer: str) -> bool:
-        """Return whether double quotation marks enclose a non-empty text."""
         text = answer.strip()
         return len(text) > 2 and text[0] == text[-1] == '"'
 
@@ -98,13 +77,11 @@ class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`combination:two_responses`: require two different responses with six asterisks between them."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return "Give two different responses. Responses and only responses should be separated by six asterisks: ******"
+    sentence: ClassVar = (
+        "Give two different responses. Responses and only responses should be separated by six asterisks: ******"
+    )
 
     def follows(self, answer: str) -> bool:
-        """Return whether there are two different responses."""
         responses = [response.strip() for response in answer.split("******")]
         if not all(responses[1:-1]):
             return False
@@ -113,37 +90,40 @@ class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:repeat_prompt`: the answer must begin by repeating the request."""
+    """`combination:repeat_prompt`: the answer must begin by repeating the request, ignoring case."""
 
+    sentence: ClassVar = 'First repeat this request word for word without change: "{prompt_to_repeat}" Then answer it.'
     prompt_to_repeat: Text
 
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        return f'First repeat this request word for word without change: "{self.prompt_to_repeat}" Then answer it.'
-
     def follows(self, answer: str) -> bool:
-        """Return whether the answer begins with the request, ignoring case."""
         return answer.strip().lower().startswith(self.prompt_to_repeat.strip().lower())
 
 
 class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`language:response_language`: the answer must be in a language, given by its ISO 639-1 code."""
 
+    sentence: ClassVar = "Your entire response should be in {language}, no other language is allowed."
     language: Text
 
     def __post_init__(self) -> None:
-        check_language(self.language)
-
-    @property
-    def sentence(self) -> str:
-        """The sentence that states the instruction in a prompt."""
-        name = LANGUAGES[self.language].name
-        return f"Your entire response should be in {name}, no other language is allowed."
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {self.language!r}")
+        if is_slow_language(self.language) and importlib.util.find_spec(_LIBRARY) is None:
+            raise ValueError(
+                f"language {self.language!r} shares its script with others and can be detected only by {_LIBRARY}, "
+                "which is not installed; pip install 'pipelinerl[languages]'"
+            )
 
     def follows(self, answer: str) -> bool:
-        """Return whether the answer is in the required language."""
-        return is_in_language(answer, self.language)
+        scripts, shares = LANGUAGES[self.language].scripts, script_shares(answer)
+        if not shares.get(scripts[0]) or sum(shares.get(script, 0.0) for script in scripts) < _LEAST_SHARE:
+            return False
+        if self.language == "zh" and shares.get("HIRAGANA", 0.0):
+            return False
+        rivals = _rivals(self.language)
+        if len(rivals) == 1:
+            return True
+        return next(found for found, _ in _identifier().rank(answer) if found in rivals) == self.language
 
 
 def _is_latin(text: str) -> bool:
@@ -185,30 +165,6 @@ LANGUAGES: Final = {
     "ur": Language("Urdu", ("ARABIC",)), "vi": Language("Vietnamese", ("LATIN",)),
     "zh": Language("Chinese", ("CJK",)),
 }  # fmt: skip
-
-
-def check_language(code: str) -> None:
-    """Raise `ValueError` with the remedy if the language cannot be detected."""
-    if code not in LANGUAGES:
-        raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {code!r}")
-    if is_slow_language(code) and importlib.util.find_spec(_LIBRARY) is None:
-        raise ValueError(
-            f"language {code!r} shares its script with others and can be detected only by {_LIBRARY}, which is not "
-            "installed; pip install 'pipelinerl[languages]'"
-        )
-
-
-def is_in_language(text: str, code: str) -> bool:
-    """Return whether the text is in the language `code`, which must have passed `check_language`."""
-    scripts, shares = LANGUAGES[code].scripts, script_shares(text)
-    if not shares.get(scripts[0]) or sum(shares.get(script, 0.0) for script in scripts) < _LEAST_SHARE:
-        return False
-    if code == "zh" and shares.get("HIRAGANA", 0.0):
-        return False
-    rivals = _rivals(code)
-    if len(rivals) == 1:
-        return True
-    return next(found for found, _ in _identifier().rank(text) if found in rivals) == code
 
 
 def is_slow_language(code: str) -> bool:

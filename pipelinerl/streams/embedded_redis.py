@@ -33,15 +33,14 @@ from typing import Final, Self, final
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.system import tied_process
 from pipelinerl.system.files import write_private
-from pipelinerl.system.machine import free_ports
+from pipelinerl.system.machine import LOOPBACK, free_ports
 
-_LOOPBACK: Final = "127.0.0.1"
 _PORT_ATTEMPTS: Final = 8
 
 
@@ -71,7 +70,7 @@ def server_binary() -> Path:
     )
 
 
-def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
+def command(directory: Path, port: int, *, host: str = LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
     """Write the server's files into `directory` and return the command that runs it in the foreground.
 
     The server listens on `host` and always on loopback. A restart in the same directory has the same password and data.
@@ -82,7 +81,7 @@ def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync =
     if not password.exists():
         write_private(password, secrets.token_urlsafe(24))
     lines = (
-        f"bind {host}" if host in (_LOOPBACK, "0.0.0.0") else f"bind {host} {_LOOPBACK}",
+        f"bind {host}" if host in (LOOPBACK, "0.0.0.0") else f"bind {host} {LOOPBACK}",
         f"port {port}",
         "protected-mode yes",
         f"requirepass {password.read_text()}",
@@ -104,7 +103,7 @@ def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync =
 
 def server_url(directory: Path, port: int) -> str:
     """Return the address, with password, of the server that `command(directory, port)` runs."""
-    return f"redis://:{(directory / 'password').read_text()}@{_LOOPBACK}:{port}"
+    return f"redis://:{(directory / 'password').read_text()}@{LOOPBACK}:{port}"
 
 
 def answers(url: str, *, timeout_s: float = 1.0) -> bool:
@@ -118,8 +117,6 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
     with closing(client):
         try:
             return bool(client.ping())
-        except AuthenticationError:
-            return False
         except (RedisError, OSError):
             return False
 
@@ -174,7 +171,7 @@ class EmbeddedRedis:
                 self._port = port
                 return self
         raise AddressError(
-            f"the embedded stream server could not use any of the ports {ports} on {_LOOPBACK}; "
+            f"the embedded stream server could not use any of the ports {ports} on {LOOPBACK}; "
             f"stop the processes that hold them, or see {self._directory / 'log'}"
         )
 

@@ -1,6 +1,7 @@
 """`MemoryStream`, the `Stream` protocol within one process, for tests and for runs without a server.
 
 It passes the tests of `RedisStream`, but its data ends with the process. All callers must share one event loop.
+`Stream` documents the methods.
 """
 
 from __future__ import annotations
@@ -60,7 +61,6 @@ class MemoryStream:
         self._appended = asyncio.Event()
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append payloads in order; see `Stream.append`."""
         if first_id is not None and first_id < 1:
             raise ValueError(f"first_id must be at least 1, got {first_id}")
         if not payloads:
@@ -76,11 +76,9 @@ class MemoryStream:
         return added
 
     async def last_id(self, stream: str) -> str:
-        """Return the newest entry's id; see `Stream.last_id`."""
         return _text(self._logs[stream].last) if stream in self._logs else START
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """Return the entries after the given offsets; see `Stream.read`."""
         after = {name: parse_id(offset) for name, offset in offsets.items()}
 
         def newer() -> list[Entry]:
@@ -91,7 +89,6 @@ class MemoryStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """Claim entries for a consumer; see `Stream.claim`."""
         log = self._logs.setdefault(stream, _Log())
         shared = log.groups.setdefault(group, _Group())
 
@@ -109,36 +106,27 @@ class MemoryStream:
         return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """Return the entries that a consumer has claimed; see `Stream.held`."""
-        log = self._logs.setdefault(stream, _Log())
-        pending = log.groups.setdefault(group, _Group()).pending
+        pending = self._pending(stream, group)
         return self._kept(stream, sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer))
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Reset the idle time of claimed entries; see `Stream.renew`."""
-        if stream in self._logs and group in self._logs[stream].groups:
-            pending = self._logs[stream].groups[group].pending
-            for entry_id in map(parse_id, entry_ids):
-                if entry_id in pending:
-                    pending[entry_id] = _Pending(consumer, time.monotonic())
+        pending = self._pending(stream, group)
+        for entry_id in map(parse_id, entry_ids):
+            if entry_id in pending:
+                pending[entry_id] = _Pending(consumer, time.monotonic())
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """Mark entries as processed by a group; see `Stream.acknowledge`."""
-        if stream in self._logs and group in self._logs[stream].groups:
-            pending = self._logs[stream].groups[group].pending
-            for entry_id in entry_ids:
-                pending.pop(parse_id(entry_id), None)
+        pending = self._pending(stream, group)
+        for entry_id in map(parse_id, entry_ids):
+            pending.pop(entry_id, None)
 
     async def length(self, stream: str) -> int:
-        """Return the number of entries; see `Stream.length`."""
         return len(self._logs[stream].ids) if stream in self._logs else 0
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that still fit; see `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop the entries below an id; see `Stream.trim`."""
         bound = parse_id(before)
         if fence is not None and fence.stream in self._logs and self._logs[fence.stream].last[0] > fence.number:
             raise fence.passed()
@@ -148,12 +136,14 @@ class MemoryStream:
             del log.ids[:dropped], log.payloads[:dropped]
 
     async def streams(self, prefix: str) -> list[str]:
-        """Return the names of the streams with a prefix; see `Stream.streams`."""
         return sorted(name for name in self._logs if name.startswith(prefix))
 
     async def close(self) -> None:
         """Discard all data."""
         self._logs.clear()
+
+    def _pending(self, stream: str, group: str) -> dict[_Id, _Pending]:
+        return self._logs.get(stream, _Log()).groups.get(group, _Group()).pending
 
     async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
         """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return the entries found."""
@@ -184,7 +174,7 @@ class MemoryStream:
         return kept
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
-        log = self._logs[stream]
+        log = self._logs.get(stream, _Log())
         places = [(entry_id, bisect_left(log.ids, entry_id)) for entry_id in ids]
         return [
             Entry(stream, _text(entry_id), log.payloads[place])

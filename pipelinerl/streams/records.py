@@ -13,18 +13,19 @@
 
 Decoding returns exactly what was encoded; a damaged, truncated or unknown record raises `RecordError`. Nothing in a
 record is executed. Decoded arrays are read-only views into the record. A group stores each distinct context once, so G
-rollouts that share a prompt store it just once. A sampled token costs 8 bytes, plus its routed experts if known.
+rollouts that share a prompt store it just once. A sampled token costs 8 bytes. Routed experts, if known, add layers ·
+top_k bytes per token, or twice that with more than 256 experts. They are stored once per context, too: of G rollouts
+that share a prompt, only the first rollout's routing of the prompt is kept.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -33,7 +34,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelinerl.errors import RecordError
-from pipelinerl.streams.routing_columns import CONTEXTS, routing_columns, turn_routing
 from pipelinerl.types import (
     NO_NOTE,
     ROOT,
@@ -49,6 +49,7 @@ from pipelinerl.types import (
     Verdict,
     VersionSpan,
 )
+from trainer_contract.types import Experts
 
 FORMAT: Final = 4
 #: Format versions that can be read. Format 3 lacks `issued_at`. Format 2 lacks `issued_at` and segments: each of its
@@ -61,14 +62,14 @@ _PREFIX: Final = struct.Struct("<4sBBHII")
 _DIGEST: Final = struct.Struct("<Q")
 
 _Header = TypeVar("_Header")
+_Value = TypeVar("_Value", bound=Hashable)
 
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
-#: `attrgetter` reads the fields of a group's many rollouts faster than Python code does.
-_ENDING: Final = attrgetter("finish_reason", "temperature", "epoch")
-_NOTE: Final = attrgetter("note")
-_PARENTS: Final = attrgetter("parents")
-_NO_COLUMNS: Final[Mapping[str, NDArray[Any]]] = {}
+#: Columns of routed experts: [N, layers, top_k] of the N sampled tokens, [C, layers, top_k] of the contexts' C tokens.
+SAMPLED_EXPERTS: Final = "routed_experts"
+CONTEXT_EXPERTS: Final = "context_routed_experts"
+_EXPERTS: Final = (np.dtype(np.uint8), np.dtype("<u2"))
 
 
 class Kind(IntEnum):
@@ -142,12 +143,9 @@ _order_decoder: Final = msgspec.msgpack.Decoder(PromptOrder)
 _message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
-def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
+def encode_group(group: RolloutGroup) -> bytes:
     """Encode a group as a record. Raises `RecordError` for wrong dtypes or shapes, and for version spans that do not
     cover all tokens.
-
-    `columns` are additional columns by name, each [N, …] for the N tokens sampled in the group, by rollout and turn;
-    `decode_columns` returns them together with the routed experts.
     """
     rollouts = group.rollouts
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -160,23 +158,23 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
             f"group {group.group_id}: each turn must have one log-probability for each token, and spans that sum to "
             f"its tokens; got tokens {lengths}, log-probabilities {scored}, spans {spanned}"
         )
-    further = {name: _further(name, column, sum(lengths)) for name, column in columns.items()}
-    further |= routing_columns(turns, turn_contexts)
+    experts = _expert_columns(turns, turn_contexts)
     arrays = [
         _joined("context_token_ids", contexts, _IDS),
         _joined("token_ids", [turn.token_ids for turn in turns], _IDS),
         _joined("behavior_logprobs", [turn.behavior_logprobs for turn in turns], _LOGPROBS),
-        *further.values(),
+        *experts.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
-    # Identify outcomes by `id`, because hashing an enum member runs slow Python code.
     verdicts = [rollout.verdict for rollout in rollouts]
     findings, rollout_findings = _distinct(
-        [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
+        [_Finding(each.outcome, each.reward, each.reason, each.answer, each.parts) for each in verdicts]
     )
-    endings, rollout_endings = _distinct(list(map(_ENDING, rollouts)))
-    notes, turn_notes = _noted(turns)
-    parents = list(map(_PARENTS, rollouts))
+    endings, rollout_endings = _distinct(
+        [_Ending(each.finish_reason, each.temperature, each.epoch) for each in rollouts]
+    )
+    notes, turn_notes = _distinct([turn.note for turn in turns])
+    parents = [rollout.parents for rollout in rollouts]
     header = _GroupHeader(
         group_id=group.group_id,
         index=group.index,
@@ -184,21 +182,18 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         actor=group.actor,
         problem=group.problem,
         context_lengths=[len(context) for context in contexts],
-        spans=[turns[place].spans for place in spans],
-        findings=[
-            _Finding(each.outcome, each.reward, each.reason, each.answer, each.parts)
-            for each in (verdicts[i] for i in findings)
-        ],
-        endings=[_Ending(each.finish_reason, each.temperature, each.epoch) for each in (rollouts[i] for i in endings)],
+        spans=spans,
+        findings=findings,
+        endings=endings,
         turn_contexts=turn_contexts,
         turn_spans=turn_spans,
         rollout_turns=[len(rollout.turns) for rollout in rollouts],
         rollout_findings=rollout_findings,
         rollout_endings=rollout_endings,
-        columns=[_Column(name, column.dtype.str, column.shape) for name, column in further.items()],
+        columns=[_Column(name, column.dtype.str, column.shape) for name, column in experts.items()],
         refusal=group.refusal,
-        notes=notes,
-        turn_notes=turn_notes,
+        notes=[] if notes == [NO_NOTE] else notes,
+        turn_notes=[] if notes == [NO_NOTE] else turn_notes,
         rollout_parents=parents if any(parents) else [],
         issued_at=group.issued_at,
     )
@@ -207,7 +202,8 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
 
 def decode_group(record: bytes) -> RolloutGroup:
     """Decode a group; its arrays are read-only views. Raises `RecordError` for damaged or inconsistent records."""
-    header, columns = _open_group(record)
+    packed, columns = _open(record, Kind.GROUP)
+    header = _parse(_group_decoder, packed)
     try:
         lengths = _turn_lengths(header)
         contexts, start = _split(columns, _IDS, header.context_lengths, 0)
@@ -222,14 +218,14 @@ def decode_group(record: bytes) -> RolloutGroup:
             )
         ]
         if header.columns:
-            turns = _routed(header, columns, turns)
+            turns = _with_experts(header, columns, turns)
         if header.turn_notes:
             notes = [header.notes[number] for number in header.turn_notes]
             turns = [replace(turn, note=note) for turn, note in zip(turns, notes, strict=True)]
         rollouts = _rollouts(header, turns)
         _refuse_implausible(header)
     except (ValueError, IndexError) as error:
-        raise _inconsistent(header, error) from None
+        raise RecordError(f"group {header.group_id} is inconsistent ({error}); its producer has a bug") from None
     return RolloutGroup(
         group_id=header.group_id,
         index=header.index,
@@ -242,37 +238,34 @@ def decode_group(record: bytes) -> RolloutGroup:
     )
 
 
-def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> list[Turn]:
-    routing = turn_routing(
-        _further_columns(header, columns),
-        lengths=_turn_lengths(header),
-        turn_contexts=header.turn_contexts,
-        context_lengths=header.context_lengths,
-    )
+def _with_experts(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> list[Turn]:
+    """Add the routed experts to the turns. Raises `ValueError` if their columns contradict each other."""
+    arrays = _additional_columns(header, columns)
+    sampled, contexts = arrays.get(SAMPLED_EXPERTS), arrays.get(CONTEXT_EXPERTS)
+    if sampled is None and contexts is None:
+        return turns
+    if sampled is None or contexts is None:
+        raise ValueError("routed experts need both columns, of sampled tokens and of contexts")
+    for column in (sampled, contexts):
+        if column.ndim != 3 or column.dtype not in _EXPERTS or column.dtype != sampled.dtype:
+            raise ValueError(f"routed experts must be u8 or u16 [tokens, layers, top_k], not {column.dtype}")
+        if column.shape[1:] != sampled.shape[1:]:
+            shapes = f"{sampled.shape[1:]} and {column.shape[1:]}"
+            raise ValueError(f"routed experts must have the same [layers, top_k], got {shapes}")
+    of_turns, of_contexts = _parts(sampled, _turn_lengths(header)), _parts(contexts, header.context_lengths)
     return [
-        replace(turn, routed_experts=routed.sampled, context_routed_experts=routed.context)
-        for turn, routed in zip(turns, routing, strict=True)
+        replace(turn, routed_experts=own, context_routed_experts=of_contexts[number])
+        for turn, own, number in zip(turns, of_turns, header.turn_contexts, strict=True)
     ]
 
 
-def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """Return a group's additional columns by name: [N, …] for N sampled tokens, `CONTEXTS` for the contexts' tokens."""
-    header, columns = _open_group(record)
-    try:
-        return _further_columns(header, columns)
-    except IndexError as error:
-        raise _inconsistent(header, error) from None
-
-
-def _further_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDArray[Any]]:
-    if not header.columns:
-        return {}
+def _additional_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDArray[Any]]:
     num_context, num_tokens = sum(header.context_lengths), sum(_turn_lengths(header))
     start = _padded(4 * num_context) + 2 * _padded(4 * num_tokens)
     found: dict[str, NDArray[Any]] = {}
     for name, dtype, shape in header.columns:
         try:
-            rows = num_context if name == CONTEXTS else num_tokens
+            rows = num_context if name == CONTEXT_EXPERTS else num_tokens
             if shape[:1] != (rows,) or min(shape) < 0:
                 raise ValueError(f"its shape is {list(shape)}, for {rows} tokens")
             found[name] = np.frombuffer(columns, dtype, math.prod(shape), start).reshape(shape)
@@ -335,29 +328,46 @@ def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list
     return contexts, chosen
 
 
-def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
-    """Return the position of each distinct key's first occurrence, and for each key the index of its distinct key."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    firsts: list[int] = []
-    chosen: list[int] = []
-    for place, key in enumerate(keys):
-        number = numbers.setdefault(key, len(firsts))
-        if number == len(firsts):
-            firsts.append(place)
-        chosen.append(number)
-    return firsts, chosen
+def _distinct(values: list[_Value]) -> tuple[list[_Value], list[int]]:
+    """Return the distinct values, and for each value its index among them."""
+    numbers: dict[_Value, int] = {}
+    chosen = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), chosen
 
 
-def _noted(turns: list[Turn]) -> tuple[list[TurnNote], list[int]]:
-    notes = list(map(_NOTE, turns))
-    if notes.count(NO_NOTE) == len(notes):
-        return [], []
-    firsts, chosen = _distinct(list(notes))
-    return [notes[place] for place in firsts], chosen
+def _expert_columns(turns: list[Turn], turn_contexts: list[int]) -> dict[str, NDArray[Any]]:
+    """Return the columns of routed experts; empty if no turn has routing. `turn_contexts` is each turn's context index.
+
+    Raises `RecordError` if only some turns have routing, or if the shapes of arrays are inconsistent.
+    """
+    if all(turn.routed_experts is None and turn.context_routed_experts is None for turn in turns):
+        return {}
+    firsts: dict[int, Turn] = {}
+    for turn, number in zip(turns, turn_contexts, strict=True):
+        firsts.setdefault(number, turn)
+    sampled = [(turn.routed_experts, len(turn.token_ids)) for turn in turns]
+    contexts = [(turn.context_routed_experts, len(turn.context_token_ids)) for _, turn in sorted(firsts.items())]
+    arrays: list[Experts] = []
+    for routed, length in (*sampled, *contexts):
+        like = arrays[0] if arrays else routed
+        if routed is None or like is None or routed.ndim != 3 or routed.dtype not in _EXPERTS or len(routed) != length:
+            raise RecordError(
+                "routed experts must be u8 or u16 [tokens, layers, top_k], for all turns and their contexts or for "
+                f"none; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length} tokens"
+            )
+        if (routed.dtype, routed.shape[1:]) != (like.dtype, like.shape[1:]):
+            raise RecordError(
+                f"routed experts must have the same [layers, top_k], got {like.shape[1:]} and {routed.shape[1:]}"
+            )
+        arrays.append(routed)
+    return {
+        SAMPLED_EXPERTS: np.concatenate(arrays[: len(turns)]),
+        CONTEXT_EXPERTS: np.concatenate(arrays[len(turns) :]),
+    }
 
 
 def _spanned(spans: tuple[VersionSpan, ...]) -> int:
-    return spans[0][1] if len(spans) == 1 else sum(span[1] for span in spans)
+    return sum(span.num_tokens for span in spans)
 
 
 def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -369,15 +379,6 @@ def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDAr
     if joined.ndim != 1:
         raise RecordError(f"{name} must have one dimension, got {joined.ndim}")
     return joined
-
-
-def _further(name: str, column: NDArray[Any], num_tokens: int) -> NDArray[Any]:
-    if column.dtype.kind not in "biuf" or column.ndim < 1 or column.shape[0] != num_tokens:
-        raise RecordError(
-            f"column {name!r} must hold numbers in the shape [{num_tokens}, …], one row for each token sampled in the "
-            f"group, got {column.dtype} {list(column.shape)}"
-        )
-    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
 
 
 def _padded(size: int) -> int:
@@ -439,17 +440,8 @@ def _refuse_implausible(header: _GroupHeader) -> None:
             raise ValueError(f"epoch {ending.epoch}")
 
 
-def _inconsistent(header: _GroupHeader, error: Exception) -> RecordError:
-    return RecordError(f"group {header.group_id} is inconsistent ({error}); its producer has a bug")
-
-
 def _named(kind: Kind) -> str:
     return {Kind.GROUP: "a group", Kind.ORDER: "an order", Kind.MESSAGE: "a message"}[kind]
-
-
-def _open_group(record: bytes) -> tuple[_GroupHeader, memoryview]:
-    header, columns = _open(record, Kind.GROUP)
-    return _parse(_group_decoder, header), columns
 
 
 def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _Header:
@@ -463,10 +455,7 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns, but its rollouts have {ends[-1]}")
-    if header.rollout_turns.count(1) == len(header.rollout_turns):
-        turns_of: list[tuple[Turn, ...]] = [(turn,) for turn in turns]
-    else:
-        turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
+    turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
     for own, its in zip(header.rollout_parents, turns_of, strict=bool(header.rollout_parents)):
         if own and (len(own) != len(its) or not all(ROOT <= parent < number for number, parent in enumerate(own))):
             raise ValueError(f"parents {own} for {len(its)} turns")
@@ -475,24 +464,18 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     endings = [header.endings[number] for number in header.rollout_endings]
     parts = zip(turns_of, header.rollout_findings, endings, parents, strict=True)
     return tuple(
-        [
-            Rollout(
-                turns=its,
-                verdict=verdicts[finding],
-                finish_reason=finish_reason,
-                temperature=temperature,
-                epoch=epoch,
-                parents=own,
-            )
-            for its, finding, (finish_reason, temperature, epoch), own in parts
-        ]
+        Rollout(turns=its, verdict=verdicts[finding], parents=own, **ending._asdict())
+        for its, finding, ending, own in parts
     )
 
 
 def _split(columns: memoryview, dtype: np.dtype[Any], lengths: list[int], start: int) -> tuple[list[NDArray[Any]], int]:
     """Return views of the given lengths into the column at `start`, and the start of the next column."""
-    ends = (0, *accumulate(lengths))
     if lengths and min(lengths) < 0:
         raise ValueError(f"a length of {min(lengths)}")
-    column = np.frombuffer(columns, dtype, ends[-1], start)
-    return [column[first:last] for first, last in pairwise(ends)], start + _padded(column.nbytes)
+    column = np.frombuffer(columns, dtype, sum(lengths), start)
+    return _parts(column, lengths), start + _padded(column.nbytes)
+
+
+def _parts(column: NDArray[Any], lengths: list[int]) -> list[NDArray[Any]]:
+    return [column[first:last] for first, last in pairwise((0, *accumulate(lengths)))]

@@ -83,49 +83,36 @@ _Command = Callable[[int], tuple[Any, ...]]
 
 @final
 class RedisStream:
-    """Named logs on a Redis server, created by `connect` and bound to the event loop on which `connect` ran."""
+    """Named logs on a Redis server. `connect` binds the object to the running event loop; `Stream` documents the rest.
+
+    Args:
+        url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
+        namespace: prefix of all keys, so that several runs can share a server.
+        timeout_s: longest outage of the server before an `AddressError`.
+        full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
+            default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
+        max_length: bound on the entries of a stream; see `Stream.room`.
+    """
 
     def __init__(
-        self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int
-    ) -> None:
-        self.max_length: Final = max_length
-        self._client = client
-        self._address = address
-        self._prefix = f"{namespace}:"
-        self._timeout_s = timeout_s
-        self._full_timeout_s = full_timeout_s
-        self._is_full = False  # True if the server's last answer was that it is full
-        self._walked: dict[tuple[str, str], float] = {}
-        for command in _RAW_ANSWERS:
-            client.set_response_callback(command, _as_it_came)
-
-    @classmethod
-    async def connect(
-        cls,
+        self,
         url: str,
         *,
         namespace: str,
         timeout_s: float = 10.0,
         full_timeout_s: float = 300.0,
         max_length: int = 100_000,
-    ) -> Self:
-        """Connect and check that the server answers.
-
-        Args:
-            url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
-            namespace: prefix of all keys, so that several runs can share a server.
-            timeout_s: longest outage of the server before an `AddressError`.
-            full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
-                default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
-            max_length: bound on the entries of a stream; see `Stream.room`.
-
-        Raises:
-            AddressError: the address is malformed, no server answers, or the password is rejected.
-            PipelineError: the server is full.
-        """
-        address = without_secrets(url)
+    ) -> None:
+        """Create the client. Raises `AddressError` if the address is malformed."""
+        self.max_length: Final = max_length
+        self._address = without_secrets(url)
+        self._prefix = f"{namespace}:"
+        self._timeout_s = timeout_s
+        self._full_timeout_s = full_timeout_s
+        self._is_full = False  # True if the server's last answer was that it is full
+        self._walked: dict[tuple[str, str], float] = {}
         try:
-            client = Redis.from_url(
+            self._client = Redis.from_url(
                 url,
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
@@ -133,24 +120,27 @@ class RedisStream:
                 socket_connect_timeout=timeout_s / 4,
             )
         except ValueError as error:
-            raise AddressError(f"a stream server's address must be redis://host:port, got {address}: {error}") from None
-        stream = cls(
-            client,
-            address=address,
-            namespace=namespace,
-            timeout_s=timeout_s,
-            full_timeout_s=full_timeout_s,
-            max_length=max_length,
-        )
+            sentence = f"a stream server's address must be redis://host:port, got {self._address}: {error}"
+            raise AddressError(sentence) from None
+        for command in _RAW_ANSWERS:
+            self._client.set_response_callback(command, _as_it_came)
+
+    async def connect(self) -> Self:
+        """Check that the server answers.
+
+        Raises:
+            AddressError: no server answers, or the password is rejected.
+            PipelineError: the server is full.
+        """
         try:
-            await stream._call("PING")
+            await self._call("PING")
         except PipelineError:
-            await stream.close()
+            await self.close()
             raise
-        return stream
+        return self
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append payloads in order; see `Stream.append`. Appends above 1 MiB take one round trip per MiB."""
+        """Append as `Stream.append` does, but in one round trip per MiB."""
         if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
             raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
         added = 0
@@ -160,7 +150,6 @@ class RedisStream:
         return added
 
     async def last_id(self, stream: str) -> str:
-        """Return the newest entry's id; see `Stream.last_id`."""
         try:
             facts = await self._call("XINFO", "STREAM", self._prefix + stream)
         except _RefusedError as error:
@@ -170,7 +159,6 @@ class RedisStream:
         return str(dict(zip(facts[::2], facts[1::2], strict=True))[b"last-generated-id"].decode())
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """Return the entries after the given offsets; see `Stream.read`."""
         for offset in offsets.values():
             parse_id(offset)
         if not offsets:
@@ -185,7 +173,6 @@ class RedisStream:
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """Claim entries for a consumer; see `Stream.claim`."""
         key, deadline = self._prefix + stream, time.monotonic() + block_s
 
         def command(block_ms: int) -> tuple[Any, ...]:
@@ -207,7 +194,6 @@ class RedisStream:
                 return entries
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """Return the entries that a consumer has claimed; see `Stream.held`."""
         key = self._prefix + stream
         try:
             return self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
@@ -217,25 +203,20 @@ class RedisStream:
             return []
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Reset the idle time of claimed entries; see `Stream.renew`."""
         if entry_ids:
             await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, "JUSTID")
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """Mark entries as processed by a group; see `Stream.acknowledge`."""
         if entry_ids:
             await self._call("XACK", self._prefix + stream, group, *entry_ids)
 
     async def length(self, stream: str) -> int:
-        """Return the number of entries; see `Stream.length`."""
         return int(await self._call("XLEN", self._prefix + stream))
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that still fit; see `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop the entries below an id; see `Stream.trim`."""
         parse_id(before)
         if fence is None:
             await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
@@ -245,7 +226,6 @@ class RedisStream:
             raise fence.passed()
 
     async def streams(self, prefix: str) -> list[str]:
-        """Return the names of the streams with a prefix; see `Stream.streams`."""
         pattern = "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in self._prefix + prefix) + "*"
         names: set[str] = set()
         cursor: int | bytes = 0
@@ -256,7 +236,6 @@ class RedisStream:
                 return sorted(names)
 
     async def close(self) -> None:
-        """Release connections."""
         await self._client.aclose()
 
     async def _reclaim(self, stream: str, group: str, consumer: str, count: int, idle_s: float) -> list[Entry]:
@@ -397,15 +376,15 @@ def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of
-    `RedisStream.connect`. Raises `AddressError` if the address is malformed, no server answers, or the password is
-    rejected.
+    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of `RedisStream`.
+
+    Raises `AddressError` if the address is malformed, no server answers, or the password is rejected.
     """
     scheme = url.partition("://")[0]
     if scheme == "memory":
         return MemoryStream(max_length=max_length)
     if scheme in ("redis", "rediss", "unix"):
-        return await RedisStream.connect(url, namespace=namespace, timeout_s=timeout_s, max_length=max_length)
+        return await RedisStream(url, namespace=namespace, timeout_s=timeout_s, max_length=max_length).connect()
     raise AddressError(
         f"a stream server's address must be memory:// or redis://host:port, got {without_secrets(url)!r}"
     )

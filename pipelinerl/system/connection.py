@@ -104,7 +104,6 @@ class LimitedConnection:
         self._watch()
 
     def eof_received(self) -> None:
-        """Handle the end of the data that the client sends."""
         self._http.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -114,24 +113,20 @@ class LimitedConnection:
             self._http.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """Pause writing, because the client reads too slowly."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """Resume writing."""
         self._http.resume_writing()
 
     # The HTTP parser calls the following methods.
 
     def on_message_begin(self) -> None:
-        """Handle a request's first byte."""
         if not self._opens:  # the bytes received so far are those of the previous request
             self._overhead = 0
         self._stage, self._opens = _Stage.HEAD, False
         self._http.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Handle a piece of the request's URL."""
         self._http.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -140,17 +135,14 @@ class LimitedConnection:
             self._http.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the head."""
         self._stage, self._overhead = _Stage.BODY, 0
         self._http.on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a piece of the body."""
         self._overhead = 0
         self._http.on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle the end of the request."""
         self._stage, self._overhead = _Stage.IDLE, 0
         self._http.on_message_complete()
 

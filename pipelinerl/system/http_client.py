@@ -55,18 +55,14 @@ def session(
     return httpx.Client(**_settings(base_url, token, timeout_s, headers), trust_env=False)
 
 
-def async_session(
-    base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
-) -> httpx.AsyncClient:
+def async_session(base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0) -> httpx.AsyncClient:
     """Return an async client; the arguments are those of `session`."""
     import httpx
 
-    return httpx.AsyncClient(**_settings(base_url, token, timeout_s, headers), trust_env=False)
+    return httpx.AsyncClient(**_settings(base_url, token, timeout_s, _NO_HEADERS), trust_env=False)
 
 
-def hot_session(
-    *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS, read_bytes: int = 2**16
-) -> aiohttp.ClientSession:
+def hot_session(*, token: str | None, keep_alive_s: float, read_bytes: int = 2**16) -> aiohttp.ClientSession:
     """Return a client for any number of concurrent calls, each with its own deadline (`call_timeout`).
 
     Create and close the client in the event loop that uses it. Idle connections are kept for `keep_alive_s`, which must
@@ -77,7 +73,7 @@ def hot_session(
 
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_alive_s),
-        headers={**headers, **authorization(token)},
+        headers=authorization(token),
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=read_bytes,
         trust_env=False,
@@ -113,9 +109,8 @@ def byte_connection(url: str) -> http.client.HTTPConnection:
     The caller sets the headers (`authorization`) and the timeout of each request.
     """
     parts = urlsplit(url)
-    if parts.scheme == "https":
-        return http.client.HTTPSConnection(parts.hostname or "", parts.port or 443)
-    return http.client.HTTPConnection(parts.hostname or "", parts.port or 80)
+    connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return connection(parts.hostname or "", parts.port or connection.default_port)
 
 
 def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mapping[str, str]) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class _Gate:
         for name, value in scope["headers"]:
             if name in _DECIDING:
                 if name in given:
-                    await _twice(name)(scope, receive, send)
+                    message = f"the header {name.decode()} must be sent once"
+                    await refusal(400, message, code="repeated_header")(scope, receive, send)
                     return
                 given[name] = value
         refused = self._stranger(scope, given) or self._web_page(scope, given)
@@ -119,10 +120,6 @@ class _Gate:
         if foreign:
             return refusal(403, "pages of other origins may not use this server", code="foreign_origin")
         return None
-
-
-def _twice(name: bytes) -> Response:
-    return refusal(400, f"the header {name.decode()} must be sent once", code="repeated_header")
 
 
 def _is_own_name(host: bytes) -> bool:
@@ -189,6 +186,11 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
+def json_response(value: msgspec.Struct) -> Response:
+    """Return a response with the value as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
 def refuse_in_one_shape(app: Starlette) -> None:
     """Make `app` report the framework's own errors, and unexpected exceptions, in the format of `refusal`."""
     from fastapi.exceptions import RequestValidationError  # imported only here, since not every service needs fastapi
@@ -237,7 +239,12 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 means any free port. Raises `AddressError` if it cannot be bound."""
-    family, _, _, _, address = _resolved(host, port)
+    if not 0 <= port <= 65535:
+        raise AddressError(f"a port is a number from 0 to 65535, got {port}")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit this option. Without it, a response's body waits for the acknowledgement of its head, which
@@ -288,13 +295,17 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
     server = uvicorn.Server(config_of(app))
     if over is not None:
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    lifespan = app.router.lifespan_context(app)
     with listener:
-        async with _up(app):
-            try:
-                await server.serve(sockets=[listener])
-            finally:  # a cancelled uvicorn leaves the descriptor in the event loop, where a later socket may reuse it
-                for accepting in getattr(server, "servers", ()):
-                    accepting.close()
+        await lifespan.__aenter__()  # startup errors are raised here, but would only be logged by uvicorn
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            # A cancelled uvicorn leaves the descriptor in the event loop, where a later socket may reuse it.
+            for accepting in getattr(server, "servers", ()):
+                accepting.close()
+            # The signal that ends the server also cancels this task; the cleanup must still complete.
+            await to_its_end(lifespan.__aexit__(None, None, None))
 
 
 @asynccontextmanager
@@ -322,18 +333,6 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@asynccontextmanager
-async def _up(app: Starlette) -> AsyncIterator[None]:
-    """Run the application's lifespan, and raise startup errors, which uvicorn would only log."""
-    lifespan = app.router.lifespan_context(app)
-    await lifespan.__aenter__()
-    try:
-        yield
-    finally:
-        # The signal that ends the server also cancels this task; the cleanup must still complete.
-        await to_its_end(lifespan.__aexit__(None, None, None))
-
-
 def serve(app: Starlette, listener: socket.socket) -> None:
     """Serve the application until SIGTERM or SIGINT, as the only work of a process."""
 
@@ -345,15 +344,6 @@ def serve(app: Starlette, listener: socket.socket) -> None:
             await serving
 
     uvloop.run(until_signalled())
-
-
-def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
-    if not 0 <= port <= 65535:
-        raise AddressError(f"a port is a number from 0 to 65535, got {port}")
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
 
 
 #: Interval at which a working service sends a space as heartbeat, until it answers.

@@ -47,13 +47,14 @@ class _Peer:
         self.idle: list[_Line] = []
         self._heads: dict[tuple[str, str], bytes] = {}
 
-    def head(self, method: str, path: str, headers: str) -> bytes:
-        """Return the first lines of a request, cached: all requests to a peer have the same `headers`."""
-        known = self._heads.get((method, path))
-        if known is None:
+    def request(self, path: str, headers: str, body: bytes | None) -> bytes:
+        """Return a POST of `body`, or a GET; the head is cached, since all requests to a peer have the same headers."""
+        method = "GET" if body is None else "POST"
+        head = self._heads.get((method, path))
+        if head is None:
             line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._name}\r\n{headers}"
-            known = self._heads[method, path] = line.encode()
-        return known
+            head = self._heads[method, path] = line.encode()
+        return head + b"\r\n" if body is None else b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
 
 
 @final
@@ -77,11 +78,11 @@ class FanoutClient:
             TimeoutError: no complete response within `timeout_s`.
             ValueError: `url` is invalid.
         """
-        return await self._asked(url, path, body, timeout_s)
+        return await self._exchange(url, path, body, timeout_s)
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Request `path` below `url`, and return status and body; raises like `post`."""
-        return await self._asked(url, path, None, timeout_s)
+        return await self._exchange(url, path, None, timeout_s)
 
     async def stream(
         self, url: str, path: str, body: bytes | None, *, timeout_s: float
@@ -93,7 +94,7 @@ class FanoutClient:
         """
         peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
         line = self._kept(peer, now) or await self._connected(peer, due)
-        answer = line.begin(_request(peer, path, self._headers, body), streams=True)
+        answer = line.begin(peer.request(path, self._headers, body), streams=True)
         alarm = answer.get_loop().call_later(max(due - time.monotonic(), 0.0), line.fail, TimeoutError())
         try:
             while not answer.done():
@@ -114,19 +115,19 @@ class FanoutClient:
             peer = self._peers[url] = _Peer(url)
         return peer
 
-    async def _asked(self, url: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(self, url: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
-        request = _request(peer, path, self._headers, body)
+        request = peer.request(path, self._headers, body)
         if (kept := self._kept(peer, now)) is not None:
             try:
-                return await self._asked_on(kept, peer, request, timeout_s)
+                return await self._exchange_on(kept, peer, request, timeout_s)
             except _NotAnswered:
                 if self._is_closed:
                     raise
         line = await self._connected(peer, due)
-        return await self._asked_on(line, peer, request, due - time.monotonic())
+        return await self._exchange_on(line, peer, request, due - time.monotonic())
 
-    async def _asked_on(self, line: _Line, peer: _Peer, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange_on(self, line: _Line, peer: _Peer, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         answer = line.begin(request)
         due = answer.get_loop().call_later(max(timeout_s, 0.0), line.fail, TimeoutError())
         try:
@@ -170,12 +171,6 @@ class FanoutClient:
             reason = error.strerror or str(error)
             raise ConnectionError(f"cannot connect to {peer.host}:{peer.port}: {reason}") from error
         return line
-
-
-def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
-    if body is None:
-        return peer.head("GET", path, headers) + b"\r\n"
-    return b"%bcontent-length: %d\r\n\r\n%b" % (peer.head("POST", path, headers), len(body), body)
 
 
 @final

@@ -112,7 +112,6 @@ class GroupFilter:
         self._pool = WorkerPool(_OPENED, reference, workers=workers, deadline_s=deadline_s)
 
     async def start(self) -> None:
-        """Start the worker processes."""
         await self._pool.start()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer], verdicts: Sequence[Verdict]) -> Judgement:
@@ -129,7 +128,6 @@ class GroupFilter:
         return Judgement(verdict, time.monotonic() - began)
 
     async def close(self) -> None:
-        """Stop the workers."""
         await self._pool.close()
 
 

@@ -11,13 +11,12 @@ answers are checked in the caller's process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Final, final
 
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import Asked, Matching, Score, followed, instructions_of
+from pipelinerl.instructions.catalogue import Matching, NamedInstruction, Score, followed, instructions_of
 from pipelinerl.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
@@ -27,8 +26,6 @@ from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 _QUICK_CHARS: Final = 10_000
 #: Loose matching takes at most this many times as long as strict matching.
 _LOOSE_COST: Final = 4
-#: Number of problems whose parsed instructions are cached.
-_KEPT: Final = 4096
 
 
 @final
@@ -69,10 +66,9 @@ class InstructionFollowing:
             return failed(f"instruction_following: {error}")
 
     async def close(self) -> None:
-        """Stop the worker processes."""
         await self._pool.close()
 
-    def _verdict(self, instructions: Sequence[Asked], done: Sequence[bool]) -> Verdict:
+    def _verdict(self, instructions: Sequence[NamedInstruction], done: Sequence[bool]) -> Verdict:
         by_id: dict[str, list[bool]] = {}
         for each, is_followed in zip(instructions, done, strict=True):
             by_id.setdefault(each.id, []).append(is_followed)
@@ -86,9 +82,9 @@ class InstructionFollowing:
         )
 
 
-def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
+def instructions_of_problem(problem: Problem) -> tuple[NamedInstruction, ...]:
     """Return the problem's instructions. Raises `RecipeError` if there are none, or one is invalid."""
-    return _instructions_of(msgspec.json.encode([problem.metadata, problem.ground_truth], order="sorted"))
+    return instructions_of(problem.metadata, problem.ground_truth)
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
@@ -100,9 +96,3 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
         return followed(instructions_of(metadata, ground_truth), answer, Matching(matching))
 
     return answering
-
-
-@lru_cache(maxsize=_KEPT)
-def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
-    metadata, ground_truth = msgspec.json.decode(encoded)
-    return instructions_of(metadata, ground_truth)

@@ -42,22 +42,16 @@ _SYSTEM: Final = (
 
 
 class Reply(Protocol):
-    """Reply of a judge server to one prompt."""
+    """Reply of a judge server to one prompt. Its numbers of tokens are None if the server does not report them."""
 
     @property
-    def text(self) -> str:
-        """The text of the reply."""
-        ...
+    def text(self) -> str: ...
 
     @property
-    def num_tokens(self) -> int | None:
-        """Number of tokens of the reply; None if the server does not report it."""
-        ...
+    def num_tokens(self) -> int | None: ...
 
     @property
-    def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt; None if the server does not report it."""
-        ...
+    def prompt_tokens(self) -> int | None: ...
 
 
 class JudgeServer(Protocol):
@@ -182,7 +176,7 @@ class Judge:
             return self._server
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
-            self._opening.add_done_callback(_look_at)
+            self._opening.add_done_callback(_retrieve_exception)
         return await asyncio.shield(self._opening)  # a cancelled vote must not cancel the opening
 
     async def _open(self) -> JudgeServer:
@@ -217,7 +211,7 @@ class Judge:
             self._remembered.popitem(last=False)
 
 
-def _look_at(opening: asyncio.Task[JudgeServer]) -> None:
+def _retrieve_exception(opening: asyncio.Task[JudgeServer]) -> None:
     """Retrieve the exception of an opening, so that asyncio does not log it."""
     if not opening.cancelled():
         opening.exception()

@@ -79,7 +79,6 @@ class MathAnswer:
             await self._pool.start()
 
     async def close(self) -> None:
-        """Stop the worker processes."""
         await self._pool.close()
 
     async def _equivalent(self, gold: str, given: str, *, group: str) -> Verdict:

@@ -14,7 +14,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, final
+from functools import lru_cache
+from typing import Any, Final, final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
@@ -47,13 +48,6 @@ _SHOWN: Final = 200
 Scorer = Callable[[int, str], float]
 
 
-class _Entry(NamedTuple):
-    scorer: str
-    task: str
-    parameters: Mapping[str, Any]
-    number: int
-
-
 @final
 class ReasoningGym:
     """Verifier for problems of the source `reasoning_gym` (`data/generated.py`)."""
@@ -65,7 +59,6 @@ class ReasoningGym:
         self._slow: set[str] = set()
         self._doubted: set[str] = set()
         self._not_quick: Counter[str] = Counter()
-        self._last: tuple[Problem | None, _Entry] = None, _Entry("", "", {}, 0)
         self._pool = WorkerPool(
             "pipelinerl.verifiers.reasoning_gym:open_scorers", workers=workers, deadline_s=deadline_s
         )
@@ -73,7 +66,8 @@ class ReasoningGym:
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge by the task's scorer; a problem of another source gives a `verifier_error`."""
         try:
-            name, task, parameters, index = self._entry(problem)
+            task, parameters, index = entry_of(problem)
+            name = _scorer_name(task, parameters)
             if name not in self._scorers:
                 self._scorers[name] = await self._loaded(name, task, parameters)
         except RecipeError as error:
@@ -82,7 +76,7 @@ class ReasoningGym:
         if verdict is not None:
             return verdict
         question = [name, index, extract_answer(completion_text), problem.ground_truth]
-        return await self._judged_elsewhere(question, group=problem.problem_id)
+        return await self._judged_by_worker(question, group=problem.problem_id)
 
     async def _loaded(self, name: str, task: str, parameters: Mapping[str, Any]) -> Scorer:
         """Load a scorer on a thread, once for all answers that wait for it."""
@@ -98,9 +92,10 @@ class ReasoningGym:
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict if the scorer is loaded and fast for this answer, else None."""
         try:
-            name, _, _, index = self._entry(problem)
+            task, parameters, index = entry_of(problem)
         except RecipeError as error:
             return failed(str(error))
+        name = _scorer_name(task, parameters)
         scorer, answer = self._scorers.get(name), extract_answer(completion_text)
         if scorer is None or name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
             return None
@@ -114,15 +109,7 @@ class ReasoningGym:
         return verdict
 
     async def close(self) -> None:
-        """Stop the worker processes."""
         await self._pool.close()
-
-    def _entry(self, problem: Problem) -> _Entry:
-        if problem is not self._last[0]:
-            task, parameters, index = entry_of(problem)
-            name = json.dumps([task, parameters], sort_keys=True)
-            self._last = problem, _Entry(name, task, parameters, index)
-        return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
         """Mark a task's scorer as slow if its latest scorings took too much processor time."""
@@ -132,7 +119,7 @@ class ReasoningGym:
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
 
-    async def _judged_elsewhere(self, question: list[Any], *, group: str) -> Verdict:
+    async def _judged_by_worker(self, question: list[Any], *, group: str) -> Verdict:
         try:
             return _verdict(await self._pool.ask(question, group=group), question[2])
         except TimeoutError:
@@ -172,6 +159,10 @@ def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
     return task, parameters, index
 
 
+def _scorer_name(task: str, parameters: Mapping[str, Any]) -> str:
+    return json.dumps([task, parameters], sort_keys=True)
+
+
 def _refuse_unsafe(task: str) -> None:
     if task in UNSAFE_TASKS:
         raise RecipeError(f"reasoning-gym's scorer of {task} runs answers as code; choose another task")
@@ -183,16 +174,8 @@ def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
         dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
-    # The answers of a group are scored in sequence, so the last entry is cached.
-    last: tuple[int, dict[str, Any]] = (-1, {})
-
-    def score(index: int, answer: str) -> float:
-        nonlocal last
-        if last[0] != index:
-            last = (index, dataset[index])
-        return float(dataset.score_answer(answer=answer, entry=last[1]))
-
-    return score
+    entry = lru_cache(maxsize=1)(dataset.__getitem__)  # the answers of a group are scored in sequence
+    return lambda index, answer: float(dataset.score_answer(answer=answer, entry=entry(index)))
 
 
 #: Exceptions that scorers raise on unexpected texts.

@@ -26,7 +26,7 @@ import math
 import re
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Real
@@ -42,6 +42,7 @@ from pipelinerl.verifiers.verifier import (
     Judgement,
     SampledAnswer,
     Verifier,
+    close,
     failed,
     graded,
     shown,
@@ -89,7 +90,7 @@ OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "problem": lambda problem, _: problem,
     "completion": lambda _, answer: answer.text,
     "completion_text": lambda _, answer: answer.text,
-    "prompt": lambda problem, _: _messages(problem),
+    "prompt": lambda problem, _: [message._asdict() for message in problem.messages],
     "answer": lambda problem, _: problem.ground_truth,
     "ground_truth": lambda problem, _: problem.ground_truth,
     "metadata": lambda problem, _: dict(problem.metadata),
@@ -196,18 +197,13 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
     return not mixed and not (first in OF_ONE and second in OF_ONE)
 
 
-def _messages(problem: Problem) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in problem.messages]
-
-
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
     """Convert a function's return value to a verdict, which is `correct` from a reward of `correct_at` on."""
     if isinstance(value, Verdict):
-        sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
-        if not sane:
+        if not (math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD):
             sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"
             return failed(f"{sentence}, the function returned {value.reward!r}")
         return replace(value, reason=shown(value.reason), answer=shown(value.answer))
@@ -262,7 +258,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
         try:
             values = reward.calls(problem, answers)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            raised = _raised(error)
+            raised = failed(last_line(error))
             if isinstance(error, _OF_THE_TEXT) and _refuses(reward, problem, answers, correct_at):
                 raised = wrong(f"the function fails on this answer and not on the ground truth: {raised.reason}")
             return msgspec.to_builtins([raised] * len(answers))
@@ -308,10 +304,6 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 
 
-def _raised(error: BaseException) -> Verdict:
-    return failed(last_line(error))
-
-
 @final
 class PooledReward:
     """A `GroupVerifier` that calls a synchronous function, named by `reference`, in worker processes."""
@@ -329,31 +321,24 @@ class PooledReward:
         )
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
         plain = msgspec.to_builtins(problem)
-        batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
-        judged = await asyncio.gather(*(self._judge_batch(plain, batch, group=problem.problem_id) for batch in batches))
-        return [judgement for judgements in judged for judgement in judgements]
+        return await _judged(self._of, answers, lambda batch: self._verdicts(plain, batch, group=problem.problem_id))
 
     async def start(self) -> None:
         """Start the first worker, so that the first answer does not wait for the function's import."""
         await self._pool.start()
 
     async def close(self) -> None:
-        """Stop the workers."""
         await self._pool.close()
 
-    async def _judge_batch(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Judgement]:
-        began = time.monotonic()
+    async def _verdicts(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Verdict]:
+        question = [problem, [[each.text, list(each.token_ids), each.finish_reason] for each in answers]]
         try:
-            question = [problem, [[each.text, list(each.token_ids), each.finish_reason] for each in answers]]
-            verdicts = msgspec.convert(await self._pool.ask(question, group=group), list[Verdict])
+            return msgspec.convert(await self._pool.ask(question, group=group), list[Verdict])
         except TimeoutError:
-            verdicts = [timed_out(self._deadline_s)] * len(answers)
+            return [timed_out(self._deadline_s)] * len(answers)
         except WorkerLost as error:
-            verdicts = [failed(str(error))] * len(answers)
-        seconds = (time.monotonic() - began) / len(answers)
-        return [Judgement(verdict, seconds) for verdict in verdicts]
+            return [failed(str(error))] * len(answers)
 
 
 @final
@@ -366,28 +351,37 @@ class AsyncReward:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
-        batches = [answers] if self._reward.of is Of.GROUP else [[answer] for answer in answers]
-        judged = await asyncio.gather(*(self._called(problem, batch) for batch in batches))
-        return [judgement for judgements in judged for judgement in judgements]
+        return await _judged(self._reward.of, answers, lambda batch: self._verdicts(problem, batch))
 
     async def close(self) -> None:
         """Do nothing: there are no workers."""
 
-    async def _called(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        began, count = time.monotonic(), len(answers)
+    async def _verdicts(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Verdict]:
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
                 value = await self._reward.calls(problem, answers)[0]
         except Exception as error:  # user code may raise anything
             late = isinstance(error, TimeoutError) and deadline.expired()
-            verdicts = [timed_out(self._deadline_s) if late else _raised(error)] * count
-        else:
-            values = value if self._reward.of is Of.GROUP else [value]
-            verdicts = verdicts_of(values, count, correct_at=self._correct_at)
-        seconds = (time.monotonic() - began) / count
+            return [timed_out(self._deadline_s) if late else failed(last_line(error))] * len(answers)
+        values = value if self._reward.of is Of.GROUP else [value]
+        return verdicts_of(values, len(answers), correct_at=self._correct_at)
+
+
+async def _judged(
+    of: Of, answers: Sequence[SampledAnswer], judge: Callable[[Sequence[SampledAnswer]], Awaitable[list[Verdict]]]
+) -> list[Judgement]:
+    """Judge all answers in one call if the function takes a group, else each answer concurrently."""
+
+    async def timed(batch: Sequence[SampledAnswer]) -> list[Judgement]:
+        began = time.monotonic()
+        verdicts = await judge(batch)
+        seconds = (time.monotonic() - began) / len(batch)
         return [Judgement(verdict, seconds) for verdict in verdicts]
+
+    batches = [answers] if of is Of.GROUP else [[answer] for answer in answers]
+    judged = await asyncio.gather(*map(timed, batches))
+    return [judgement for judgements in judged for judgement in judgements]
 
 
 @final
@@ -398,23 +392,18 @@ class Shielded:
         self._verifier = verifier
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge by the user's verifier."""
         try:
             verdict = await self._verifier.verify(problem, completion_text)
         except TimeoutError:
             raise
         except Exception as error:  # user code may raise anything
-            return _raised(error)
+            return failed(last_line(error))
         if isinstance(verdict, Verdict):
             return verdict_of(verdict, correct_at=1.0)
         return failed(f"verify must return a Verdict, it returned {_shown(verdict)}")
 
     async def start(self) -> None:
-        """Start the verifier, if it has `start`."""
         await start(self._verifier)
 
     async def close(self) -> None:
-        """Close the verifier, if it has `close`."""
-        close = getattr(self._verifier, "close", None)
-        if close is not None:
-            await close()
+        await close(self._verifier)

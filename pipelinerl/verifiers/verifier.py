@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, final, runtime_checkable
+from typing import Final, NamedTuple, Protocol, final
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, RewardPart, Verdict
 
@@ -35,24 +35,20 @@ class Judgement(NamedTuple):
 
 
 class Verifier(Protocol):
-    """Judges single answers. A user's class with a method `verify` and no constructor arguments can be a verifier."""
+    """Judges single answers. A user's class with a method `verify` and no constructor arguments can be a verifier.
+
+    It may also have `async start()`, for a slow startup before the first answer, and `async close()`. A registered
+    verifier may also have `at_once(problem, completion_text)`, which returns the verdict of `verify`, or None if that
+    would block the event loop for too long.
+    """
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge `completion_text`, the whole answer without the end-of-turn token, without raising for any answer."""
         ...
 
 
-@runtime_checkable
-class FastPathVerifier(Protocol):
-    """A verifier that can give most of its verdicts immediately, in a plain function call."""
-
-    def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
-        """Return the verdict of `verify`, or None if that would block the event loop for too long."""
-        ...
-
-
 class GroupVerifier(Protocol):
-    """Judges the answers of a domain, a group at a time."""
+    """Judges the answers of a domain, a group at a time. It may have a method `start`, as a `Verifier` may."""
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Return the verdicts on answers to `problem`, in order, without raising for any answer."""
@@ -63,19 +59,16 @@ class GroupVerifier(Protocol):
         ...
 
 
-@runtime_checkable
-class Startable(Protocol):
-    """A verifier whose startup is slow, for example because its workers import heavy libraries."""
-
-    async def start(self) -> None:
-        """Do the slow startup before the first answer; a failure is reported when that answer is judged."""
-        ...
-
-
 async def start(verifier: object) -> None:
-    """Start a verifier, if it is `Startable`."""
-    if isinstance(verifier, Startable):
+    """Start a verifier, if it has `start`; a failure is reported when the first answer is judged."""
+    if hasattr(verifier, "start"):
         await verifier.start()
+
+
+async def close(verifier: Verifier) -> None:
+    """Close a verifier, if it has `close`."""
+    if hasattr(verifier, "close"):
+        await verifier.close()
 
 
 @final
@@ -87,13 +80,11 @@ class PerAnswerVerifier:
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
         self._verifier = verifier
-        self._quick = verifier if isinstance(verifier, FastPathVerifier) else None
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers concurrently."""
         texts = [answer.text for answer in answers]
-        known = {} if self._quick is None else _judged_at_once(self._quick, problem, texts)
+        known = self._judged_at_once(problem, texts)
         later = [text for text in texts if text not in known]
         if not later:
             return [known[text] for text in texts]
@@ -101,35 +92,29 @@ class PerAnswerVerifier:
         return [known[text] if text in known else next(waited) for text in texts]
 
     async def start(self) -> None:
-        """Start the verifier, if it has `start`."""
         await start(self._verifier)
 
     async def close(self) -> None:
-        """Close the verifier, if it has `close`."""
-        close = getattr(self._verifier, "close", None)
-        if close is not None:
-            await close()
+        await close(self._verifier)
+
+    def _judged_at_once(self, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
+        judgements: dict[str, Judgement] = {}
+        if not hasattr(self._verifier, "at_once"):
+            return judgements
+        for text in dict.fromkeys(texts):
+            began = time.monotonic()
+            if (verdict := self._verifier.at_once(problem, text)) is not None:
+                judgements[text] = Judgement(verdict, time.monotonic() - began)
+        return judgements
 
     async def _judged(self, problem: Problem, text: str) -> Judgement:
         began = time.monotonic()
         try:
-            if self._deadline_s is None:
+            async with asyncio.timeout(self._deadline_s):
                 verdict = await self._verifier.verify(problem, text)
-            else:
-                async with asyncio.timeout(self._deadline_s):
-                    verdict = await self._verifier.verify(problem, text)
         except TimeoutError:
             verdict = timed_out(time.monotonic() - began)
         return Judgement(verdict, time.monotonic() - began)
-
-
-def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
-    judgements: dict[str, Judgement] = {}
-    for text in dict.fromkeys(texts):
-        began = time.monotonic()
-        if (verdict := verifier.at_once(problem, text)) is not None:
-            judgements[text] = Judgement(verdict, time.monotonic() - began)
-    return judgements
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
@@ -198,11 +183,9 @@ class WeightedSum:
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
 
     async def start(self) -> None:
-        """Start every part that has `start`."""
         await asyncio.gather(*(start(part.verifier) for part in self._parts))
 
     async def close(self) -> None:
-        """Close every part."""
         for part in self._parts:
             await part.verifier.close()
 

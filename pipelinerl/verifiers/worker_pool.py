@@ -105,8 +105,8 @@ class WorkerPool:
         self._slow_of: Counter[str] = Counter()
         self._places = FairSemaphore(size, self._slow_of)
         self._slow_places = FairSemaphore(_SLOW_PLACES * size, self._slow_of)
-        self._usual_s = _Median()
-        self._usual_cpu_s = _Median()
+        self._latest_s: deque[float] = deque(maxlen=_NEWEST)
+        self._latest_cpu_s: deque[float] = deque(maxlen=_NEWEST)
         self._idle: list[_Worker] = []
         self._forkers: list[_Forker] = []
         self._starting = asyncio.Lock()
@@ -125,9 +125,9 @@ class WorkerPool:
             answer = await self._answered_soon(turn.worker, question)
             if answer is _SLOW:
                 self._note_slow(group)
-                answer = await self._asked_slowly(turn, question, group, until=began + self._deadline_s)
-            self._usual_s.note(asyncio.get_running_loop().time() - began)
-            self._usual_cpu_s.note(max(0.0, turn.worker.cpu_s - cpu_began))
+                answer = await self._answered_slowly(turn, question, group, until=began + self._deadline_s)
+            self._latest_s.append(asyncio.get_running_loop().time() - began)
+            self._latest_cpu_s.append(max(0.0, turn.worker.cpu_s - cpu_began))
             if turn.places is self._places:
                 self._idle.append(turn.worker)
                 turn.worker = None
@@ -153,8 +153,8 @@ class WorkerPool:
     async def _answered_soon(self, worker: _Worker, question: Any) -> Any:
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
-        slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
-        slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * self._usual_s.value))
+        slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * median(self._latest_cpu_s or [0.0]))
+        slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * median(self._latest_s or [0.0])))
         sent, look_s = False, min(slow_cpu_s, slow_s)
         while True:
             try:
@@ -169,7 +169,7 @@ class WorkerPool:
                     return _SLOW
                 look_s = max(_LEAST_LOOK_S, left_s)
 
-    async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
+    async def _answered_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
         """Return the answer to a slow question.
 
         If no place for slow questions is free, kill the question's worker and send the question to another one later.
@@ -197,16 +197,13 @@ class WorkerPool:
         async with self._starting:
             if (idle := self._idle_worker()) is not None:  # a worker may have become idle while this call waited
                 return idle
-            self._forget_the_ended()
+            for forker in self._forkers:
+                if forker.ended:
+                    forker.kill()  # the process has ended, but this also closes our end of the connection
+            self._forkers = [forker for forker in self._forkers if not forker.ended]
             if not (self._forkers and self._forkers[-1].can_give):
                 self._forkers.append(await _Forker.start(*self._target))
             return await self._forkers[-1].worker()
-
-    def _forget_the_ended(self) -> None:
-        for forker in self._forkers:
-            if forker.ended:
-                forker.kill()  # the process has ended, but this also closes our end of the connection
-        self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
         while self._idle:
@@ -215,17 +212,6 @@ class WorkerPool:
                 return worker
             worker.kill()
         return None
-
-
-@final
-class _Median:
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._newest: deque[float] = deque(maxlen=_NEWEST)
-
-    def note(self, value: float) -> None:
-        self._newest.append(value)
-        self.value = median(self._newest)
 
 
 @final

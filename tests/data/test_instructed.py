@@ -26,7 +26,7 @@ def test_reference_answer_of_every_generated_problem_follows_its_instructions(
         assert all(followed(asked, problem.ground_truth)), problem
         assert fewest <= len(asked) <= most and problem.tags == (f"instructions={len(asked)}",)
         for each in asked:
-            assert each.instruction.sentence in problem.messages[-1].content
+            assert each.sentence in problem.messages[-1].content
         assert not any(followed(asked, "")) and len({each.id for each in asked}) == len(asked)
 
 

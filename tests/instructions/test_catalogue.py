@@ -15,7 +15,7 @@ from pipelinerl.instructions.catalogue import (
     Score,
     followed,
     instructions_of,
-    made,
+    make_instruction,
     variants,
 )
 
@@ -109,10 +109,10 @@ CASES = [
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
 def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow, do_not):
-    instruction = made(id, parameters).instruction
+    _, instruction = asked = make_instruction(id, parameters)
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
-    assert instruction.sentence[0].isupper()
+    assert asked.sentence[0].isupper() and "{" not in asked.sentence
 
 
 def test_every_instruction_in_the_catalogue_has_a_test_case():
@@ -125,7 +125,7 @@ def test_instruction_check_takes_linear_time(piece):
     text = piece * (200_000 // len(piece))
     for id, parameters in {case[0]: case[1] for case in CASES}.items():
         began = time.thread_time()
-        made(id, parameters).instruction.follows(text)
+        make_instruction(id, parameters).instruction.follows(text)
         assert time.thread_time() - began < 5.0, id
 
 
@@ -140,7 +140,9 @@ def test_instruction_check_takes_linear_time(piece):
 )
 def test_answer_languages_of_the_same_script_are_distinguished(text, code, other):
     pytest.importorskip("py3langid", reason="pip install 'pipelinerl[languages]'")
-    wanted, unwanted = [made("language:response_language", {"language": each}).instruction for each in (code, other)]
+    wanted, unwanted = [
+        make_instruction("language:response_language", {"language": each}).instruction for each in (code, other)
+    ]
     assert wanted.follows(text) and not unwanted.follows(text)
 
 
@@ -152,7 +154,7 @@ def test_answer_languages_of_the_same_script_are_distinguished(text, code, other
     ],
 )  # fmt: skip
 def test_word_count_is_compared_by_the_relation_in_the_instruction(relation, counts):
-    instruction = made(IDS[1], {"num_words": 10, "relation": relation}).instruction
+    instruction = make_instruction(IDS[1], {"num_words": 10, "relation": relation}).instruction
     assert [count for count in range(8, 13) if instruction.follows("a " * count)] == counts
 
 
@@ -192,7 +194,7 @@ def test_every_rlvr_ifeval_function_maps_to_an_instruction():
 )
 def test_error_names_the_invalid_part_of_an_instruction(id, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
-        made(id, parameters)
+        make_instruction(id, parameters)
 
 
 IDS = ["punctuation:no_comma", "length_constraints:number_words"]
@@ -245,9 +247,9 @@ def test_malformed_instruction_metadata_is_rejected(metadata, ground_truth, sent
         instructions_of(metadata, ground_truth)
 
 
-NO_COMMA = made("punctuation:no_comma", {})
-LOWERCASE = made("change_case:english_lowercase", {})
-JSON = made("detectable_format:json_format", {})
+NO_COMMA = make_instruction("punctuation:no_comma", {})
+LOWERCASE = make_instruction("change_case:english_lowercase", {})
+JSON = make_instruction("detectable_format:json_format", {})
 
 
 def test_loose_matching_ignores_first_line_last_line_and_asterisks():

@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from threading import Timer
 
@@ -18,24 +17,9 @@ from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.streams import embedded_redis
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, answers, command, server_binary, server_url
 from pipelinerl.system.machine import free_ports
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, is_running, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def is_running(pid: int) -> bool:
-    """Return True if the process runs; a zombie does not count, because it has ended and only waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_running(pid)
 
 
 def test_stream_server_starts_answers_and_stops_without_leaving_a_process(tmp_path: Path) -> None:
@@ -122,10 +106,11 @@ def test_stream_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         assert is_running(pid)
         parent.kill()
-    ended = ends_within(pid, PATIENCE_S)
-    if not ended:
+    try:
+        wait_until(lambda: not is_running(pid), "the server has ended")
+    except AssertionError:
         os.kill(pid, signal.SIGKILL)
-    assert ended
+        raise
 
 
 def test_stream_server_whose_data_cannot_be_read_fails_to_start_with_the_reason(tmp_path: Path) -> None:
@@ -168,9 +153,6 @@ def test_command_for_a_stream_server_runs_it_in_the_foreground(tmp_path: Path) -
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)
-        deadline = time.monotonic() + PATIENCE_S
-        while not answers(url) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert answers(url)
+        wait_until(lambda: answers(url), "the server answers")
         process.terminate()
         assert process.wait(PATIENCE_S) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from pipelinerl.errors import RecordError
 from pipelinerl.streams import records
 from pipelinerl.streams.records import (
     Kind,
-    decode_columns,
     decode_group,
     decode_message,
     decode_order,
@@ -42,6 +42,8 @@ from pipelinerl.types import (
     Verdict,
     VersionSpan,
 )
+from tests.fakes.rollouts import group
+from tests.fakes.routing import routed, routed_group
 
 
 def ids(*values: int) -> np.ndarray:
@@ -315,33 +317,6 @@ def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float
     assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
 
 
-# --- further columns -------------------------------------------------------------------------------------------------
-
-
-def test_additional_columns_of_a_group_record_can_be_read_back_and_do_not_change_the_group() -> None:
-    columns = {
-        "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
-        "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),
-        "mask": np.array([True, False, True, True]),
-    }
-    record = encode_group(GROUP, columns)
-    assert plain(decode_group(record)) == plain(GROUP)
-    found = decode_columns(record)
-    assert list(found) == list(columns)
-    for name, column in columns.items():
-        np.testing.assert_array_equal(found[name], column)
-        assert found[name].dtype == column.dtype.newbyteorder("<")
-    assert decode_columns(encode_group(GROUP)) == {}
-
-
-@pytest.mark.parametrize(
-    "column", [np.zeros(3), np.zeros((3, 4)), np.array(1.0), np.array([None] * 4), np.array(["a"] * 4)]
-)
-def test_additional_column_of_a_group_record_with_wrong_shape_or_dtype_is_rejected(column: np.ndarray) -> None:
-    with pytest.raises(RecordError, match=r"column 'x' must hold numbers in the shape \[4"):
-        encode_group(GROUP, {"x": column})
-
-
 # --- what must be refused --------------------------------------------------------------------------------------------
 
 
@@ -469,7 +444,7 @@ def test_inconsistent_group_record_is_rejected(changes: dict[str, Any]) -> None:
 )
 def test_malformed_additional_column_is_rejected(column: list[Any]) -> None:
     with pytest.raises(RecordError, match=r"column 'x' of group .* is malformed"):
-        decode_columns(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
+        decode_group(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
 
 @pytest.mark.parametrize(
@@ -496,6 +471,81 @@ def test_group_that_cannot_be_encoded_is_rejected(changes: dict[str, Any], reaso
 def test_message_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
     with pytest.raises(RecordError, match="plain data"):
         encode_message("m", {"x": value})
+
+
+# --- routed experts ---------------------------------------------------------------------------------------------------
+
+
+def turns(of: RolloutGroup) -> list[Turn]:
+    return [turn for rollout in of.rollouts for turn in rollout.turns]
+
+
+def test_routed_experts_of_each_turn_are_unchanged_after_encoding_and_decoding() -> None:
+    several = Rollout(
+        turns=tuple(routed(turn, layers=3, top_k=2, seed=9) for turn in (*turns(group(0)), *turns(group(0)))),
+        verdict=group(0).rollouts[0].verdict,
+        finish_reason="stop",
+        temperature=1.0,
+    )
+    given = routed_group(3, layers=3, top_k=2)
+    given = replace(given, rollouts=(*given.rollouts, several))
+    firsts: dict[bytes, Any] = {}
+    for turn in turns(given):
+        firsts.setdefault(turn.context_token_ids.tobytes(), turn.context_routed_experts)
+    for before, after in zip(turns(given), turns(decode_group(encode_group(given))), strict=True):
+        np.testing.assert_array_equal(after.routed_experts, before.routed_experts)
+        np.testing.assert_array_equal(after.context_routed_experts, firsts[before.context_token_ids.tobytes()])
+        assert after.routed_experts is not None and after.routed_experts.dtype == np.uint8
+
+
+def test_routed_experts_of_a_shared_prompt_are_stored_once() -> None:
+    bare, given = group(3, rewards=(0.0,) * 8), routed_group(3, rewards=(0.0,) * 8, layers=4, top_k=8)
+    added = len(encode_group(given)) - len(encode_group(bare))
+    tokens = 8 * 2 + 2  # eight answers of 2 tokens, and one shared prompt of 2 tokens
+    assert tokens * 32 <= added <= tokens * 32 + 100, f"{added} bytes for {tokens} tokens"
+
+
+def test_record_of_a_group_without_routed_experts_has_no_routing_columns() -> None:
+    assert all(turn.routed_experts is None for turn in turns(decode_group(encode_group(group(3)))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routed_experts": None},
+        {"context_routed_experts": None},
+        {"routed_experts": np.zeros((3, 2, 2), np.uint8)},
+        {"routed_experts": np.zeros((2, 2, 3), np.uint8)},
+        {"routed_experts": np.zeros((2, 4), np.uint8)},
+        {"routed_experts": np.zeros((2, 2, 2), np.int64)},
+        {"routed_experts": np.zeros((2, 2, 2), np.uint16)},
+    ],
+)
+def test_routed_experts_with_a_wrong_shape_are_rejected_when_a_group_is_encoded(changes: Mapping[str, Any]) -> None:
+    given = routed_group(3)
+    second = replace(given.rollouts[1], turns=(replace(given.rollouts[1].turns[0], **changes),))
+    rollouts = (second, given.rollouts[0])  # of a shared prompt, only the first copy is stored
+    with pytest.raises(RecordError, match="routed experts"):
+        encode_group(replace(given, rollouts=rollouts))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [("routed_experts", "|u1", (2, 2, 2))],
+        [("context_routed_experts", "|u1", (2, 2, 2))],
+        [("routed_experts", "|u1", (2, 2, 2)), ("context_routed_experts", "|u1", (2, 2, 3))],
+        [("routed_experts", "|u1", (2, 2, 2)), ("context_routed_experts", "<u2", (2, 2, 2))],
+        [("routed_experts", "<f4", (2, 2, 2)), ("context_routed_experts", "<f4", (2, 2, 2))],
+        [("routed_experts", "|u1", (2, 4)), ("context_routed_experts", "|u1", (2, 4))],
+    ],
+)
+def test_group_record_with_contradictory_columns_of_routed_experts_is_rejected(columns: list[Any]) -> None:
+    good = [("routed_experts", "|u1", (2, 2, 2)), ("context_routed_experts", "|u1", (2, 2, 2))]
+    decoded = decode_group(sealed(Kind.GROUP, group_header(columns=good), bytes(40)))
+    assert [turn.routed_experts.shape for turn in turns(decoded) if turn.routed_experts is not None] == [(2, 2, 2)]
+    with pytest.raises(RecordError, match=r"is inconsistent .*routed experts"):
+        decode_group(sealed(Kind.GROUP, group_header(columns=columns), bytes(88)))
 
 
 # --- golden bytes ----------------------------------------------------------------------------------------------------

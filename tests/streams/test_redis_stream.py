@@ -41,11 +41,9 @@ def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 async def connected(
     server: EmbeddedRedis, namespace: str = "run", timeout_s: float = PATIENCE_S, full_timeout_s: float = PATIENCE_S
 ) -> AsyncIterator[RedisStream]:
-    streams = await RedisStream.connect(
-        server.url, namespace=namespace, timeout_s=timeout_s, full_timeout_s=full_timeout_s
-    )
+    streams = RedisStream(server.url, namespace=namespace, timeout_s=timeout_s, full_timeout_s=full_timeout_s)
     try:
-        yield streams
+        yield await streams.connect()
     finally:
         await streams.close()
 
@@ -138,21 +136,21 @@ async def test_error_for_an_unreachable_stream_server_gives_its_url_without_the_
 
 async def test_connecting_to_a_closed_redis_port_fails() -> None:
     with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
-        await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2)
+        await RedisStream(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2).connect()
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
 async def test_malformed_redis_url_is_rejected(url: str) -> None:
     with pytest.raises(AddressError, match="must be redis://host:port"):
-        await RedisStream.connect(url, namespace="n")
+        await RedisStream(url, namespace="n").connect()
 
 
 async def test_wrong_redis_password_is_reported_without_retrying(server: EmbeddedRedis) -> None:
     host = server.url.rpartition("@")[2]
     for url in (f"redis://:secret@{host}", f"redis://{host}"):
         with pytest.raises(AddressError, match="rejected the user or password") as raised:
-            await RedisStream.connect(url, namespace="n", timeout_s=PATIENCE_S)
+            await RedisStream(url, namespace="n", timeout_s=PATIENCE_S).connect()
         assert "secret" not in str(raised.value)
 
 
@@ -213,7 +211,9 @@ async def test_append_to_a_redis_server_without_free_memory_waits_until_memory_i
             await admin.config_set("maxmemory", 0)
             assert await asyncio.gather(*appends) == [2, 2]
         said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], "once each, not for each try"
+        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], (
+            "each state is logged once, not for each retry"
+        )
         await admin.aclose()
 
 

@@ -159,7 +159,9 @@ async def test_restarted_consumer_gets_the_entries_that_it_claimed_and_did_not_a
     await streams.acknowledge("prompts", group="actors", entry_ids=["2-0"])
     await streams.trim("prompts", before="2-0")
     assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"]
-    assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], "looking takes nothing"
+    assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], (
+        "listing them does not change the claims"
+    )
 
 
 async def test_entry_whose_claim_was_renewed_is_not_claimed_by_another_consumer(streams: Stream) -> None:

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.system import tied_process
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
 
@@ -43,9 +42,7 @@ def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_kil
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
         parent.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: noted.exists() and noted.read_text(), "the child has received a signal")
     assert noted.read_text() == "SIGTERM"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +38,11 @@ CAPITAL = Problem(
 
 @asynccontextmanager
 async def judging(
-    url: str, *, purse: JudgeBudget | None = None, correct_at: float = 0.5, **judge: Any
+    url: str, *, budget: JudgeBudget | None = None, correct_at: float = 0.5, **judge: Any
 ) -> AsyncIterator[Judge]:
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
     domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
-    opened = open_judge(domain, budget=purse)
+    opened = open_judge(domain, budget=budget)
     try:
         yield opened
     finally:
@@ -80,7 +80,7 @@ async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cache
             assert len(fake.bodies) == 1
             for text in ("a", "Paris.", "b", "Paris.", "a"):
                 await verdicts(judge, text)
-    assert len(fake.bodies) == 4, "two are remembered, those judged last"
+    assert len(fake.bodies) == 4, "the cache holds the two most recently judged answers"
 
 
 async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
@@ -152,23 +152,23 @@ async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path
 async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
+    fake, budget = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
-        async with judging(url, purse=purse, model="small", most_calls=10) as judge:
+        async with judging(url, budget=budget, model="small", most_calls=10) as judge:
             first = await verdicts(judge, "a", "b", "c")
-        async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # as after a restart
+        async with judging(url, budget=budget, model="small", most_calls=10) as judge:  # as after a restart
             second = await verdicts(judge, "d", "e", "f", "g")
-    assert len(fake.bodies) == 5, "its half of ten"
+    assert len(fake.bodies) == 5, "each of two processes may make half of ten calls"
     assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
     masked = [each for each in second if each.outcome is Outcome.VERIFIER_ERROR]
     assert len(masked) == 2 and all("has spent its share of 5 calls" in each.reason for each in masked)
-    assert [record.message for record in caplog.records] == [masked[0].reason], "once"
+    assert [record.message for record in caplog.records] == [masked[0].reason], "the error is logged once"
 
 
 async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path: Path) -> None:
-    fake, purse = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
+    fake, budget = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
-        async with judging(url, purse=purse, model="small", most_tokens=30, concurrency=1) as judge:
+        async with judging(url, budget=budget, model="small", most_tokens=30, concurrency=1) as judge:
             outcomes = [each.outcome for each in await verdicts(judge, "a", "b", "c", "d")]
     assert outcomes.count(Outcome.VERIFIER_ERROR) == 2, "15 tokens each: two calls"
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
@@ -223,12 +223,21 @@ class CountingServer:
         pass
 
 
+UNLIMITED = Spending(where="d", most_calls=None, most_tokens=None)
+
+
+def opening(
+    open_server: Callable[[], Awaitable[CountingServer]], spending: Spending = UNLIMITED, **settings: Any
+) -> Judge:
+    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
+    return Judge(chosen, open_server=open_server, spending=spending)
+
+
 def with_server(server: CountingServer, **settings: Any) -> Judge:
     async def opened() -> CountingServer:
         return server
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10), **settings)
-    return Judge(chosen, open_server=opened, spending=Spending(where="d", most_calls=None, most_tokens=None))
+    return opening(opened, **settings)
 
 
 async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
@@ -255,7 +264,7 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
 async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later_calls_reconnect() -> None:
     opened, gate = 0, asyncio.Event()
 
-    async def opening() -> CountingServer:
+    async def connect() -> CountingServer:
         nonlocal opened
         opened += 1
         await gate.wait()
@@ -263,9 +272,8 @@ async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later
             raise EngineUnreachable("not there yet")
         return CountingServer()
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
     spending = Spending(where="d", most_calls=None, most_tokens=None)
-    judge = Judge(chosen, open_server=opening, spending=spending)
+    judge = opening(connect, spending)
     first = asyncio.ensure_future(verdicts(judge, "a"))
     others = asyncio.ensure_future(verdicts(judge, "b", "c"))
     while not opened:
@@ -276,7 +284,7 @@ async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later
     gate.set()
     assert [each.reason for each in await others] == ["not there yet"] * 2 and opened == 1
     assert [each.reward for each in await verdicts(judge, "a", "b")] == [0.5, 0.5]
-    assert (opened, spending.calls) == (2, 2), "what was not asked cost nothing"
+    assert (opened, spending.calls) == (2, 2), "only calls that were made are counted"
     await judge.close()
 
 
@@ -284,8 +292,7 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     async def never() -> CountingServer:
         return await asyncio.get_running_loop().create_future()
 
-    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
-    judge = Judge(chosen, open_server=never, spending=Spending(where="d", most_calls=None, most_tokens=None))
+    judge = opening(never)
     task = asyncio.ensure_future(verdicts(judge, "a"))
     while judge._opening is None:
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import PATIENCE_S, SOON_S, is_running, wait_until
 
 REWARDS = Path(__file__).with_name("rewards.py")
 PROBLEM = Problem(
@@ -127,17 +127,7 @@ async def test_child_processes_of_a_killed_reward_function_are_killed_too(
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
     child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + PATIENCE_S
-    while _runs(child):
-        assert time.monotonic() < deadline, "the child outlives its parent"
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not is_running(child), "the child has ended")
 
 
 async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors() -> None:

@@ -19,14 +19,16 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.verifiers.worker_pool import FairSemaphore, WorkerLost, WorkerPool, _Forker, default_workers
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, is_running, wait_until
 
+#: Makes a pool, given its number of workers, deadline and argument; the fixture closes the pool.
+MakePool = Callable[..., WorkerPool]
 SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are tied and forked on Linux")
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[Callable[..., WorkerPool]]:
+async def pool() -> AsyncIterator[MakePool]:
     made: list[WorkerPool] = []
 
     def make(workers: int = 2, deadline_s: float = PATIENCE_S, argument: str = "") -> WorkerPool:
@@ -38,7 +40,7 @@ async def pool() -> AsyncIterator[Callable[..., WorkerPool]]:
         await each.close()
 
 
-async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
+async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: MakePool) -> None:
     one = pool()
     alone = [(await one.ask("who"))[0] for _ in range(3)]
     assert len(set(alone)) == 1
@@ -46,9 +48,7 @@ async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: 
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_worker_that_was_started_in_advance_handles_the_first_request(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_worker_that_was_started_in_advance_handles_the_first_request(pool: MakePool) -> None:
     started, busy = pool(), pool()
     await started.start()
     (worker,) = started._idle
@@ -57,23 +57,21 @@ async def test_worker_that_was_started_in_advance_handles_the_first_request(
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_error_at_the_start_of_a_verifier_worker_is_raised_by_the_first_request(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_error_at_the_start_of_a_verifier_worker_is_raised_by_the_first_request(pool: MakePool) -> None:
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_requests_of_any_size_to_verifier_workers_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
+async def test_requests_of_any_size_to_verifier_workers_get_their_own_answers(pool: MakePool) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: MakePool) -> None:
     """If all waiting requests were encoded, a thousand answers to a problem of megabytes would need gigabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
@@ -86,15 +84,13 @@ async def test_worker_requests_are_encoded_only_when_they_are_sent(pool: Callabl
     assert most < 32 * 2**20
 
 
-async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its_deadline(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its_deadline(pool: MakePool) -> None:
     one = pool(workers=1)
     await one.ask("who")
     hanging = asyncio.create_task(one.ask(["spin", 600]))
     await asyncio.sleep(0)
     await one.ask("who")
-    assert not hanging.done(), "the next one waits for no deadline"
+    assert not hanging.done(), "the next request did not wait for the deadline"
     hanging.cancel()
     one, began = pool(workers=1, deadline_s=1.5), time.monotonic()
     with pytest.raises(TimeoutError):
@@ -102,21 +98,21 @@ async def test_request_that_hangs_lets_another_worker_start_and_is_killed_at_its
     assert 1.5 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_worker_of_a_slow_request_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_of_a_slow_request_gets_a_low_priority(pool: MakePool) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     assert (await one.ask("who"))[1] == own
     assert (await one.ask(["spin", 1.5]))[1] == max(own, 10)
     assert (await one.ask("who"))[1] == own
 
 
-async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_of_a_request_of_usual_duration_keeps_its_priority(pool: MakePool) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
 
 
 @linux
-async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: MakePool) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -126,16 +122,14 @@ async def test_request_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Cal
     assert await asked == [pid, own]
 
 
-async def test_many_hanging_requests_time_out_without_blocking_other_requests(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_many_hanging_requests_time_out_without_blocking_other_requests(pool: MakePool) -> None:
     one = pool(workers=2)
     await one.ask("who")
     hanging = [asyncio.create_task(one.ask(["sleep", 600], group="bad")) for _ in range(12)]
     await asyncio.sleep(0.01)
     good = [asyncio.create_task(one.ask("who", group="good")) for _ in range(8)]
     await asyncio.gather(*good)
-    assert not any(each.done() for each in hanging), "they have waited for no deadline"
+    assert not any(each.done() for each in hanging), "no request has reached its deadline"
     for each in hanging:
         each.cancel()
     one = pool(workers=2, deadline_s=1.5)
@@ -144,9 +138,7 @@ async def test_many_hanging_requests_time_out_without_blocking_other_requests(
     assert all(isinstance(each, TimeoutError) for each in found)
 
 
-async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(pool: MakePool) -> None:
     one = pool(workers=1)
     order: list[str] = []
 
@@ -161,7 +153,7 @@ async def test_worker_pool_prefers_requests_of_groups_that_had_no_slow_requests(
     assert order == ["slow", "busy", "other", "slow"]
 
 
-async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: MakePool) -> None:
     one = pool()
     with pytest.raises(WorkerLost, match="ended by itself"):
         await one.ask("die")
@@ -176,9 +168,7 @@ async def test_request_of_a_worker_that_dies_fails_and_the_worker_is_replaced(po
 
 @linux
 @pytest.mark.parametrize("argument", ["", "threads"])
-async def test_dead_verifier_workers_leave_no_open_file_descriptor(
-    pool: Callable[..., WorkerPool], argument: str
-) -> None:
+async def test_dead_verifier_workers_leave_no_open_file_descriptor(pool: MakePool, argument: str) -> None:
     one = pool(argument=argument)
 
     async def dies() -> int:
@@ -192,7 +182,7 @@ async def test_dead_verifier_workers_leave_no_open_file_descriptor(
 
 
 @linux
-async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: Callable[..., WorkerPool]) -> None:
+async def test_cancelled_start_of_a_verifier_worker_leaves_no_open_socket(pool: MakePool) -> None:
     """The start is cancelled at several points; pytest would report an open socket as a warning in a later test."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
@@ -230,9 +220,7 @@ async def test_second_kill_of_a_worker_process_does_not_reap_it_before_asyncio(
     assert not [each for each in caplog.messages if "Unknown child process" in each]
 
 
-async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_request(pool: MakePool) -> None:
     one = pool(workers=1)
     await one.ask("who")
     given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
@@ -244,9 +232,7 @@ async def test_workers_answer_to_a_cancelled_request_is_not_given_to_the_next_re
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(
-    pool: Callable[..., WorkerPool],
-) -> None:
+async def test_every_request_fails_if_the_worker_function_cannot_be_loaded(pool: MakePool) -> None:
     one = pool(argument="broken")
     for _ in range(2):
         with pytest.raises(WorkerLost, match="did not start"):
@@ -278,22 +264,12 @@ def test_verifier_workers_end_when_their_actor_process_is_killed() -> None:
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
     assert actor.stdout is not None
     pids = [int(word) for word in actor.stdout.readline().split()]
-    assert len(pids) == 3 and all(_runs(pid) for pid in pids)
+    assert len(pids) == 3 and all(map(is_running, pids))
     time.sleep(0.5)
     actor.kill()
     actor.wait(timeout=PATIENCE_S)
     actor.stdout.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlives its actor"
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_running, pids)), "all workers have ended")
 
 
 async def waiting(

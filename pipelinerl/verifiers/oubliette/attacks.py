@@ -25,7 +25,7 @@ TIME_IS_UP: Final = frozenset({Ending.CPU_TIME, Ending.DEADLINE, Ending.STARVED}
 
 #: Code that precedes each attack written in Python.
 PRELUDE: Final = """\
-import ctypes, errno, mmap, os, resource, signal, socket, sys, time
+import ctypes, errno, mmap, os, resource, signal, socket, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 def escaped(what): os.write(1, f"ESCAPED {what}\\n".encode())
 def held(): os.write(1, b"held\\n")
@@ -44,6 +44,14 @@ def barred(number, *arguments):
     except OSError as error:
         return held() if error.errno in (errno.EPERM, errno.ENOSYS) else escaped(f"the kernel was asked: {error}")
     escaped("the kernel did it")
+def limited(most, call, what):
+    "No more than `most` calls may succeed."
+    for _ in range(most + 1):
+        try: call()
+        except (OSError, MemoryError, RuntimeError): return held()
+    escaped(f"{most + 1} {what}")
+def start_thread():
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 """
 
 
@@ -78,8 +86,7 @@ _NAMED: Final = "open('/proc/self/comm', 'w').write('oub-@NAME@'[:15])\n"
 _OF_PROCESSES: Final = (
     Attack(
         name="fork bomb", at_start=True, ends=frozenset({Ending.MEMORY}),
-        source="n = 0\ntry:\n    while n < 300:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
-        "except OSError: pass\nheld() if n < 64 else escaped(f'{n} processes')",
+        source="limited(63, lambda: os.fork() or time.sleep(60), 'processes')",
     ),
     Attack(
         name="fork bomb that doubles", limits=ENDLESS, ends=TIME_IS_UP | {Ending.MEMORY},
@@ -87,15 +94,11 @@ _OF_PROCESSES: Final = (
     ),
     Attack(
         name="thread bomb", ends=frozenset({Ending.MEMORY}),
-        source="import threading\nn = 0\ntry:\n    while n < 500:\n"
-        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1\n"
-        "except RuntimeError: pass\nheld() if n < 64 else escaped(f'{n} threads')\nos._exit(0)",
+        source="limited(63, start_thread, 'threads')\nos._exit(0)",
     ),
     Attack(
         name="vfork bomb by the shell", ends=frozenset({Ending.MEMORY}),
-        source="import subprocess\nn = 0\ntry:\n    while n < 300:\n"
-        "        subprocess.Popen(['/bin/sleep', '60']); n += 1\nexcept OSError: pass\n"
-        "held() if n < 64 else escaped(f'{n} processes')",
+        source="import subprocess\nlimited(63, lambda: subprocess.Popen(['/bin/sleep', '60']), 'processes')",
     ),
     Attack(name="endless loop", source="while True: pass", limits=ENDLESS, ends=TIME_IS_UP),
     Attack(name="endless sleep", source="time.sleep(3600)", limits=ENDLESS, ends=TIME_IS_UP),
@@ -171,7 +174,7 @@ _OF_PROCESSES: Final = (
         source="found = [n for n in os.listdir('/proc') if n.isdigit()]\n"
         "held() if found == ['1'] else escaped(f'{found}')",
     ),
-    Attack(name="an alarm for everybody", limits=ENDLESS, ends=TIME_IS_UP,
+    Attack(name="a timer that interrupts all system calls", limits=ENDLESS, ends=TIME_IS_UP,
            source="signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\nsignal.signal(signal.SIGALRM, lambda *_: None)\n"
            "while True: time.sleep(1)"),
 )  # fmt: skip
@@ -186,8 +189,7 @@ _ENDED: Final = frozenset({Ending.MEMORY, Ending.OUTPUT, *TIME_IS_UP})
 _ON_LIMITS: Final = (
     Attack(
         name="memory of one process", limits=_TIGHT, at_start=True, ends=frozenset({Ending.MEMORY}),
-        source="kept = []\ntry:\n    for _ in range(512): kept.append(b'x' * (1 << 20))\n"
-        "except MemoryError: held()\nelse: escaped('512 MiB')",
+        source="kept = []\nlimited(511, lambda: kept.append(b'x' * (1 << 20)), 'MiB')",
     ),
     Attack(
         name="memory of many processes, summed", limits=_TIGHT, ends=frozenset({Ending.MEMORY}),
@@ -199,7 +201,7 @@ _ON_LIMITS: Final = (
         source="refused(lambda: len(bytes(mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))))",
     ),
     Attack(
-        name="shared memory that nobody's pages show",
+        name="shared memory that is in no process's pages",
         source="refused(mmap.mmap, -1, 1 << 20, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)",
     ),
     Attack(name="shared memory of /dev/zero", own_kernel=True, source="refused(os.open, '/dev/zero', os.O_RDWR)"),
@@ -214,9 +216,7 @@ _ON_LIMITS: Final = (
            source="open('a', 'w')\nbarred(188, b'a', b'user.a', b'x' * 60000, 60000, 0)"),
     Attack(
         name="stacks of threads", limits=_TIGHT, ends=frozenset({Ending.MEMORY}),
-        source="import threading\nthreading.stack_size(32 << 20)\nn = 0\ntry:\n    while n < 100:\n"
-        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1\n"
-        "except (RuntimeError, MemoryError): pass\nheld() if n < 32 else escaped(f'{n} stacks')\nos._exit(0)",
+        source="threading.stack_size(32 << 20)\nlimited(31, start_thread, 'stacks')\nos._exit(0)",
     ),
     Attack(
         name="a stack without end", ends=frozenset({Ending.EXITED, Ending.SIGNALLED, *_ENDED}),
@@ -228,43 +228,27 @@ _ON_LIMITS: Final = (
     ),
     Attack(
         name="filling the disk", at_start=True,
-        source="size = 0\ntry:\n    with open('a', 'wb', 0) as a, open('b', 'wb', 0) as b:\n"
-           "        for _ in range(64):\n"
-        "            size += a.write(b'x' * (1 << 20)) + b.write(b'x' * (1 << 20))\n"
-        "except OSError: pass\nheld() if size <= 17 << 20 else escaped(f'{size} bytes')",
+        source="a, b = (open(name, 'wb', 0) for name in 'ab')\n"
+        "limited(8, lambda: (a.write(b'x' * (1 << 20)), b.write(b'x' * (1 << 20))), 'times 2 MiB')",
     ),
     Attack(
         name="filling /dev/shm",
-        source="size = 0\ntry:\n    for n in range(64):\n        with open(f'/dev/shm/{n}', 'wb', 0) as file:\n"
-        "            size += file.write(b'x' * (1 << 20))\n"
-        "except OSError: pass\nheld() if size <= 17 << 20 else escaped(f'{size} bytes')",
+        source="numbers = iter(range(64))\ndef fill():\n"
+        "    with open(f'/dev/shm/{next(numbers)}', 'wb', 0) as file: file.write(b'x' * (1 << 20))\n"
+        "limited(17, fill, 'MiB')",
     ),
     Attack(
         name="files that are deleted and held",
-        source="size, files = 0, []\ntry:\n    for n in range(64):\n        file = open('gone', 'wb', 0); "
-           "os.unlink('gone')\n"
-        "        files.append(file); size += file.write(b'x' * (1 << 20))\n"
-        "except OSError: pass\nheld() if size <= 17 << 20 else escaped(f'{size} bytes')",
+        source="files = []\ndef fill():\n    files.append(open('gone', 'wb', 0)); os.unlink('gone')\n"
+        "    files[-1].write(b'x' * (1 << 20))\nlimited(17, fill, 'MiB')",
     ),
-    Attack(
-        name="inodes",
-        own_kernel=True,
-        source="n = 0\ntry:\n    while n < 5000: open(str(n), 'w').close(); n += 1\n"
-        "except OSError: pass\nheld() if n <= 512 else escaped(f'{n} files')",
-    ),
-    Attack(
-        name="folders in folders",
-        own_kernel=True,
-        source="n = 0\ntry:\n    while n < 5000: os.mkdir('d'); os.chdir('d'); n += 1\n"
-        "except OSError: pass\nheld() if n <= 512 else escaped(f'{n} folders')",
-    ),
+    Attack(name="inodes", own_kernel=True,
+           source="names = map(str, range(999))\nlimited(512, lambda: open(next(names), 'w').close(), 'files')"),
+    Attack(name="folders in folders", own_kernel=True,
+           source="limited(512, lambda: (os.mkdir('d'), os.chdir('d')), 'folders')"),
     Attack(name="a file larger than the disk",
            source="with open('a', 'wb') as file: refused(os.ftruncate, file.fileno(), 1 << 40)"),
-    Attack(
-        name="pipes",
-        source="n = 0\ntry:\n    while n < 5000: os.pipe(); n += 1\nexcept OSError: pass\n"
-        "held() if n <= 128 else escaped(f'{n} pipes')",
-    ),
+    Attack(name="pipes", source="limited(128, os.pipe, 'pipes')"),
     Attack(name="writing outside the folder: /", source="refused(open, '/x', 'w')", at_start=True),
     Attack(name="writing outside the folder: /x", source="refused(open, '/x/x', 'w')"),
     Attack(name="writing outside the folder: /dev", source="refused(open, '/dev/x', 'w')"),
@@ -280,7 +264,7 @@ _ON_LIMITS: Final = (
            source="while True: os.write(1, b'.'); time.sleep(0.01)"),
     Attack(name="closed output, endless", limits=ENDLESS, ends=TIME_IS_UP,
            source="os.close(1); os.close(2)\ntime.sleep(3600)"),
-    Attack(name="a FIFO that nobody opens", limits=ENDLESS, ends=TIME_IS_UP,
+    Attack(name="a FIFO without a writer", limits=ENDLESS, ends=TIME_IS_UP,
            source="os.mkfifo('f')\nopen('f')"),
     Attack(name="output that is a link elsewhere",
            source="os.symlink('/dev/stdout', 'out')\nopen('out', 'w').write('held\\n')"),

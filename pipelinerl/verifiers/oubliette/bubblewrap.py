@@ -50,20 +50,19 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
     return [path for path in (*programs, *own, *of_etc) if path.exists()]
 
 
-def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
+def command(*, python: Path, toolchains: tuple[Path, ...]) -> list[str]:
     """Return the whole bubblewrap command; the guest's server reads requests from standard input, a socket."""
     program = executable()
     assert program is not None, "callers check that bubblewrap is installed"
-    shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
-    for path in (python.parent.parent, *toolchains):
-        if not path.is_relative_to("/usr"):
-            # Create the parent folders here, since those that bubblewrap creates itself are readable only by root.
-            for above in reversed(path.parents[:-1]):
-                shown += ["--dir", str(above)]
-            shown += ["--ro-bind", str(path), str(path)]
-    for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):
-        if path.exists():
-            shown += ["--ro-bind", str(path), str(path)]
+    mounts = ["--dir", "/etc"]
+    for path in shown(python, toolchains):
+        if path.is_symlink() and path.parent == Path("/"):
+            mounts += ["--symlink", os.readlink(path), str(path)]
+            continue
+        # Create the parent folders here, since those that bubblewrap creates itself are readable only by root.
+        for above in reversed(path.parents[:-1]):
+            mounts += ["--dir", str(above)]
+        mounts += ["--ro-bind", str(path), str(path)]
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
         who = [argument for right in _RIGHTS for argument in ("--cap-add", right)]
@@ -71,16 +70,10 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
         who = ["--unshare-user"]
     return [
         program, *namespaces, *who, "--die-with-parent", "--new-session", "--hostname", "guest",
-        *shown, "--dir", "/run", "--ro-bind", str(SERVER.parent), _FOLDER_INSIDE, "--proc", "/proc",
+        *mounts, "--dir", "/run", "--ro-bind", str(SERVER.parent), _FOLDER_INSIDE, "--proc", "/proc",
         "--tmpfs", "/dev", *(item for name in _DEVICES for item in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
         "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
-        "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev", "--dir", "/tmp", *extra, "--remount-ro", "/",
+        "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev", "--dir", "/tmp", "--remount-ro", "/",
         "--setenv", *_LINKED_AT_ONCE, "--chdir", "/tmp", str(python), "-I", "-S", f"{_FOLDER_INSIDE}/{SERVER.name}",
     ]  # fmt: skip
-
-
-def _shown(path: Path) -> list[str]:
-    if path.is_symlink():
-        return ["--symlink", os.readlink(path), str(path)]
-    return ["--ro-bind", str(path), str(path)] if path.is_dir() else []

@@ -76,6 +76,10 @@ class Protocol(StrEnum):
     PRINTED = "printed"
 
 
+#: Pattern of the names that a checker's files may have.
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
 class CheckerFailed(Exception):
     """A custom checker failed, which says nothing about the answer."""
 

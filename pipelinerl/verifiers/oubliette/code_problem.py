@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
+from pipelinerl.verifiers.oubliette.checkers import FILE_NAME, Checker, CustomChecker, Protocol
 from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link
 
 #: Field of an uploaded checker's metadata that links to its compiled program.
@@ -59,7 +59,10 @@ class CodeProblem:
     def of(cls, problem: Problem) -> CodeProblem:
         """Parse a problem's metadata. Raises `TestsMalformed` if there are no tests, or a field is invalid."""
         metadata = problem.metadata
-        _refuse_other_ways(metadata)
+        if metadata.get("interaction_format"):
+            raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
+        if metadata.get("input_mode", "stdio") not in (None, "stdio"):
+            raise TestsMalformed(f"input_mode must be stdio, got {_shown(metadata['input_mode'])}")
         tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
         if not tests:
             raise TestsMalformed(
@@ -223,7 +226,7 @@ def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
     if protocol not in set(Protocol):
         raise TestsMalformed(f"checker.protocol must be one of {', '.join(Protocol)}, got {_shown(protocol)}")
     if not isinstance(files, Mapping) or not all(
-        isinstance(text, str) and _is_name(name) for name, text in files.items()
+        isinstance(text, str) and FILE_NAME.fullmatch(name) for name, text in files.items()
     ):
         raise TestsMalformed(f"checker.files must be texts by the names of files, got {_shown(files)}")
     return CustomChecker(
@@ -233,17 +236,6 @@ def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
         files=tuple(files.items()),
         program=_link("checker.program", value[PROGRAM]) if PROGRAM in value else None,
     )
-
-
-def _refuse_other_ways(metadata: Mapping[str, Any]) -> None:
-    if metadata.get("interaction_format"):
-        raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
-    if metadata.get("input_mode", "stdio") not in (None, "stdio"):
-        raise TestsMalformed(f"input_mode must be stdio, got {_shown(metadata['input_mode'])}")
-
-
-def _is_name(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name) is not None
 
 
 def _shown(value: Any) -> str:

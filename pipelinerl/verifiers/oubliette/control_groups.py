@@ -126,12 +126,11 @@ class ControlGroup:
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
+        self._cpu_file = self._cpu / ("cpuacct.usage" if where.version == 1 else "cpu.stat")
         self._shares = None if where.shares is None else where.shares / name
         self._groups = tuple(place / name for place in where.places)
         self._limit = 0
         self._weight = Weight.FULL
-        self._kills: int | None = None
-        self._usage: int | None = None
         _sweep(where.places)
         _start_janitor(where.places)
         try:
@@ -165,23 +164,18 @@ class ControlGroup:
 
     def oom_kills(self) -> int:
         """Return the number of the group's processes that the kernel has killed for lack of memory."""
-        if self._kills is None:  # keep the file open, since it is read twice per run
-            name = "memory.oom_control" if self._version == 1 else "memory.events"
-            self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
-        _, _, count = os.pread(self._kills, 4096, 0).partition(b"oom_kill ")
+        name = "memory.oom_control" if self._version == 1 else "memory.events"
+        _, _, count = (self._memory / name).read_text().partition("oom_kill ")
         return int(count.split()[0]) if count else 0
 
     def cpu_s(self) -> float:
         """Return the processor seconds of all processes so far."""
-        if self._usage is None:
-            self._usage = self.open_cpu()
-        text = os.pread(self._usage, 256, 0)
+        text = self._cpu_file.read_text()
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
         """Open the file with the group's processor time, in nanoseconds (version 2: `usage_usec`, in microseconds)."""
-        name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
-        return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self._cpu_file, os.O_RDONLY | os.O_CLOEXEC)
 
     def processes(self) -> list[int]:
         """Return the ids of the group's current processes."""
@@ -198,10 +192,6 @@ class ControlGroup:
 
     def close(self) -> None:
         """Kill everything in the group and remove it."""
-        for file in (self._kills, self._usage):
-            if file is not None:
-                os.close(file)
-        self._kills = self._usage = None
         for group in self._groups:
             until = time.monotonic() + _REMOVED_WITHIN_S
             while group.exists():

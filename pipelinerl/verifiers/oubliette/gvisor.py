@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -113,15 +113,14 @@ def _mount(kind: str, where: str, source: str, *options: str) -> dict[str, Any]:
 
 def troubles(bundle: Path) -> str:
     """Return the errors that runsc logged."""
-    return "; ".join(_errors((bundle / "log").read_text() if (bundle / "log").exists() else ""))
-
-
-def _errors(log: str) -> Iterator[str]:
-    for line in log.splitlines():
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and entry.get("level") == "error":
-                yield str(entry.get("msg"))
+    errors = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (bundle / "log").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and entry.get("level") == "error":
+                    errors.append(str(entry.get("msg")))
+    return "; ".join(errors)
 
 
 _BOOT_S: Final = 5.0

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
@@ -159,7 +159,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
 
 
 def _python(source: str, stdin: bytes, limits: Limits) -> Run:
-    return replace(toolchains.find("python").running(source.encode(), stdin, limits))
+    return toolchains.find("python").running(source.encode(), stdin, limits)
 
 
 # --- baits ------------------------------------------------------------------------------------------------------------

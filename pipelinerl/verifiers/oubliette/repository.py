@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self, final
+from typing import Final, Self, final
 
 from pipelinerl.errors import PipelineError, UserError
 
@@ -68,20 +68,6 @@ Content = bytes | Link
 def size_of(content: Content) -> int:
     """Return the number of bytes of `content`, which may be a link."""
     return content.size if isinstance(content, Link) else len(content)
-
-
-class Repository(Protocol):
-    """Storage of bytes by link."""
-
-    def put(self, data: bytes) -> Link:
-        """Store `data` and return its link."""
-        ...
-
-    def get(self, link: Link) -> bytes:
-        """Return the bytes of a link. Raises `ContentMissing`."""
-        ...
-
-    def __contains__(self, link: Link) -> bool: ...
 
 
 @final

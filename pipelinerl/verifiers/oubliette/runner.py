@@ -8,7 +8,7 @@ contains the expected answer, since a checker is a separate run.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
@@ -19,7 +19,7 @@ from pipelinerl.verifiers.oubliette.repository import (
     Content,
     ContentMissing,
     PersistentRepository,
-    Repository,
+    TransientRepository,
     size_of,
 )
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost
@@ -30,8 +30,6 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 _LARGE: Final = 16 << 10
 #: Number of compiled checkers that are cached.
 _REMEMBERED: Final = 256
-#: Number of tests for which the result of `_accepts_reference` is cached.
-_TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +100,15 @@ class LocalRunner:
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
-        outputs: Repository | None = None,
+        outputs: TransientRepository | None = None,
     ) -> None:  # fmt: skip
         """Create the runner; `repository` resolves links and stores compiled checkers, `outputs` stores outputs."""
+        self.tier: Final = tier
+        self.at_once: Final = at_once
         self._sandbox = sandbox
-        self._tier = tier
-        self._at_once = at_once
         self._repository = repository
         self._outputs = outputs
         self._checkers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
-        self._trusted: OrderedDict[bytes, bool] = OrderedDict()
-
-    @property
-    def tier(self) -> str:
-        """Tier of the sandbox."""
-        return self._tier
-
-    @property
-    def at_once(self) -> int:
-        """Number of the sandbox's slots."""
-        return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile a source if its language needs compiling. Nothing is cached, since a program is judged only once."""
@@ -132,7 +119,6 @@ class LocalRunner:
         return Program(language, result.stdout, result.wall_s) if result.succeeded else result
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run a program on an input."""
         content, read = await self.read(program.content), await self.read(stdin)
         result = await self._ran(toolchains.find(program.language).running(content, read, limits))
         if self._outputs is None:
@@ -159,24 +145,10 @@ class LocalRunner:
         try:
             return checker.share(await self._ran(checker.checking(program, given, output, answer)))
         except CheckerFailed:
-            if not await self._accepts_reference(checker, program, given, answer):
-                raise
-            return 0.0
-
-    async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
-        parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
-        for part in (program, given, answer):
-            parts.update(hashlib.blake2b(part).digest())
-        key = parts.digest()
-        if key not in self._trusted:
-            try:
-                share = checker.share(await self._ran(checker.checking(program, given, answer, answer)))
-            except CheckerFailed:
-                share = 0.0
-            self._trusted[key] = share == 1.0
-            while len(self._trusted) > _TRUSTED:
-                self._trusted.popitem(last=False)
-        return self._trusted[key]
+            with contextlib.suppress(CheckerFailed):
+                if checker.share(await self._ran(checker.checking(program, given, answer, answer))) == 1.0:
+                    return 0.0
+            raise
 
     async def checker(self, checker: CustomChecker) -> bytes:
         """Return a checker's compiled program, cached. Raises `CheckerFailed` if it does not compile."""
@@ -213,7 +185,6 @@ class LocalRunner:
         return result.stdout
 
     async def read(self, content: Content) -> bytes:
-        """Return the bytes of `content`, which may be a link."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

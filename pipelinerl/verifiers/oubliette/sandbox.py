@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
@@ -102,6 +103,7 @@ def _weak(outer_id: int) -> Isolation:
 
 
 @final
+@dataclass(slots=True)
 class _Place:
     """A slot with its thread, and the state of its run.
 
@@ -110,11 +112,11 @@ class _Place:
         fresh: whether the run counts towards `at_once`. behind: whether the run's processor share was lowered.
     """
 
-    def __init__(self, slot: Slot | GvisorSlot) -> None:
-        self.slot = slot
-        self.thread: threading.Thread | None = None
-        self.given: float | None = None
-        self.fresh = self.behind = False
+    slot: Slot | GvisorSlot
+    thread: threading.Thread | None = None
+    given: float | None = None
+    fresh: bool = False
+    behind: bool = False
 
 
 @final
@@ -149,7 +151,7 @@ class Sandbox:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
             self._waiting.append((run, future))
-            self._call_somebody()
+            self._assign_waiting_run()
         return future
 
     def run(self, run: Run) -> ProgramResult:
@@ -173,7 +175,7 @@ class Sandbox:
         if self._watch is not None:
             self._watch.join()
 
-    def _call_somebody(self) -> None:
+    def _assign_waiting_run(self) -> None:
         """Wake or start a slot's thread if there is work and capacity. Requires the lock."""
         if self._closed or not self._waiting or self._fresh >= self._at_once:
             return
@@ -187,7 +189,7 @@ class Sandbox:
             self._places.append(place)
             place.thread.start()
             if self._watch is None:
-                self._watch = threading.Thread(target=self._make_room, name="oubliette watch", daemon=True)
+                self._watch = threading.Thread(target=self._watch_runs, name="oubliette watch", daemon=True)
                 self._watch.start()
 
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
@@ -204,7 +206,7 @@ class Sandbox:
             self._fresh += 1
             place.given, place.fresh, place.behind = time.monotonic(), True, False
             work = self._waiting.popleft()
-            self._call_somebody()
+            self._assign_waiting_run()
             if not self._watching:
                 self._begun.notify()
             return work
@@ -223,7 +225,7 @@ class Sandbox:
         finally:
             place.slot.close()
 
-    def _make_room(self) -> None:
+    def _watch_runs(self) -> None:
         """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
@@ -236,7 +238,7 @@ class Sandbox:
                     began = place.slot.began
                     if now - (place.given + _STARTING_S if began is None else began + _FRESH_S) > 0:
                         self._no_longer_fresh(place)
-                        self._call_somebody()
+                        self._assign_waiting_run()
                         place.behind = place.behind or place.slot.goes_behind()
 
     def _no_longer_fresh(self, place: _Place) -> None:
@@ -248,14 +250,12 @@ class Sandbox:
         for number in range(_TRIES):
             try:
                 result = slot.run(run)
-            except SandboxLost as error:
-                if number == _TRIES - 1 or self._closed:
-                    future.set_exception(error)
-                    return
-            except OSError as error:  # for example, the host has run out of file descriptors, memory or processes
-                if number == _TRIES - 1 or self._closed:
-                    future.set_exception(SandboxLost(f"the host could not run it: {error}"))
-                    return
+            except (SandboxLost, OSError) as error:
+                if number < _TRIES - 1 and not self._closed:
+                    continue
+                if isinstance(error, OSError):  # the host has run out of file descriptors, memory or processes, say
+                    error = SandboxLost(f"the host could not run it: {error}")
+                future.set_exception(error)
             else:
                 future.set_result(result)
-                return
+            return

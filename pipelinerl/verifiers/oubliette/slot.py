@@ -26,7 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.verifiers.oubliette import control_groups
 from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies, Weight
@@ -104,9 +104,18 @@ class Slot:
             result = self._guest.run(run, self._isolation)
         except SandboxLost:
             self._lose()
-            if self._killed_since(kills):  # the run filled the slot's memory, and the kernel killed the server
-                return _out_of_memory(time.monotonic() - began, self._isolation.tier)
-            raise
+            if not self._killed_since(kills):
+                raise
+            # The run filled the slot's memory, and the kernel killed the server.
+            return ProgramResult(
+                ending=Ending.MEMORY,
+                code=-signal.SIGKILL,
+                stdout=b"",
+                stderr=b"",
+                cpu_s=0.0,
+                wall_s=time.monotonic() - began,
+                tier=self._isolation.tier,
+            )
         except BaseException:
             self._lose()
             raise
@@ -219,7 +228,9 @@ class _Guest:
             theirs += [_sealed(data) for _, data in run.files]
             try:
                 self._control.settimeout(_GRACE_S)
-                socket.send_fds(self._control, [_request(run)], theirs)
+                names = tuple(name for name, _ in run.files)
+                request = _request(run.argv, run.python, run.arguments, names, run.limits)
+                socket.send_fds(self._control, [request], theirs)
             except OSError as error:
                 raise SandboxLost(f"the guest is gone: {error}; its output: {self.last_words()}") from None
             while theirs:
@@ -262,8 +273,7 @@ class _Guest:
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """The server's answer to a request: the fields of `_ANSWER`, why the run was ended, and any startup error."""
 
     code: int
@@ -272,12 +282,6 @@ class _Answer:
     delayed_s: float
     ended: str
     trouble: str
-
-    @classmethod
-    def read(cls, packet: bytes) -> _Answer:
-        ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
-        code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
-        return cls(code, cpu_s, wall_s, delayed_s, ended, trouble)
 
 
 @final
@@ -311,14 +315,16 @@ class _Reader:
                         packet = self._control.recv(_MOST_PACKET)
                     if len(packet) < _ANSWER.size:
                         return None
-                    answer = _Answer.read(packet)
+                    ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
+                    code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
+                    answer = _Answer(code, cpu_s, wall_s, delayed_s, ended, trouble)
                 poll.unregister(file)
                 waiting.discard(file)
             if len(self.stdout) > self._most[self._out] and not ended_by_us:
                 ended_by_us = True
                 with contextlib.suppress(OSError):
                     self._control.send(b"{}")
-        return replace(answer, ended="output") if answer is not None and ended_by_us else answer
+        return answer._replace(ended="output") if answer is not None and ended_by_us else answer
 
     def _take(self, file: int) -> bool:
         """Read a chunk; return False at the end. Drop output beyond the limit, so that writers do not block."""
@@ -328,43 +334,28 @@ class _Reader:
         return bool(part)
 
 
-def _out_of_memory(wall_s: float, tier: Tier) -> ProgramResult:
-    return ProgramResult(
-        ending=Ending.MEMORY, code=-signal.SIGKILL, stdout=b"", stderr=b"", cpu_s=0.0, wall_s=wall_s, tier=tier
-    )
-
-
-def _request(run: Run) -> bytes:
-    return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
-
-
 @lru_cache(maxsize=64)  # cached, since most requests repeat and building one takes many system calls
-def _requested(
+def _request(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:
-    return json.dumps(
-        {
-            "argv": [*argv, *arguments],
-            "python": python,
-            "arguments": arguments,
-            "files": files,
-            "environment": _ENVIRONMENT,
-            "limits": _limits_of(limits),
-        }
-    ).encode()
-
-
-def _limits_of(limits: Limits) -> dict[str, Any]:
     rlimits = of_rlimits(limits.rlimits())
-    return {
-        "wall_s": limits.wall_s,
-        "starved_s": _STARVED_TIMES * limits.wall_s,
-        "cpu_s": limits.cpu_s,
-        "memory_bytes": limits.memory_bytes,
-        "disk_bytes": limits.disk_bytes,
-        "inodes": limits.inodes,
-        "rlimits": [[getattr(resource, name), *pair] for name, pair in rlimits.items()],
+    request = {
+        "argv": [*argv, *arguments],
+        "python": python,
+        "arguments": arguments,
+        "files": files,
+        "environment": _ENVIRONMENT,
+        "limits": {
+            "wall_s": limits.wall_s,
+            "starved_s": _STARVED_TIMES * limits.wall_s,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "disk_bytes": limits.disk_bytes,
+            "inodes": limits.inodes,
+            "rlimits": [[getattr(resource, name), *pair] for name, pair in rlimits.items()],
+        },
     }
+    return json.dumps(request).encode()
 
 
 def _ending(answer: _Answer, limits: Limits) -> Ending:

@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 from pipelinerl.errors import RecipeError
@@ -62,16 +62,12 @@ class Oubliette:
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
         self._deadline_s = deadline_s
-        self._at_once = workers or default_slots()
-        self._runner: CodeRunner | None = None
-        self._missing = ""
-        self._unreachable: tuple[float, str] | None = None
-        self._opening = asyncio.Lock()
+        self._sandbox = _LazyRunner(self._rules, workers)
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge the program in an answer; the verdict's reason names the sandbox's tier."""
         try:
-            runner = await self._opened(_GRACE_S)
+            runner = await self._sandbox.opened(_GRACE_S)
             verdict = await self._judged(runner, CodeProblem.of(problem), completion_text)
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
@@ -86,15 +82,11 @@ class Oubliette:
     async def start(self) -> None:
         """Open and probe the sandbox; a failure is reported when the first answer is judged."""
         with contextlib.suppress(SandboxMissing, SandboxLost):
-            await self._opened(0.0)
+            await self._sandbox.opened(0.0)
 
     async def close(self) -> None:
         """Close the sandbox, or the connections to the service."""
-        self._missing = self._missing or "the verifier is closed"
-        async with self._opening:
-            runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.close()
+        await self._sandbox.close()
 
     async def _judged(self, runner: CodeRunner, problem: CodeProblem, text: str) -> Verdict:
         for _ in range(_TRIES - 1):
@@ -102,8 +94,28 @@ class Oubliette:
                 return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
-    async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner, which the first call opens. If that fails, calls that wait for it fail too."""
+
+@final
+class _LazyRunner:
+    """A runner that the first use opens."""
+
+    def __init__(self, rules: CodeRules, workers: int | None) -> None:
+        self._rules = rules
+        self._at_once = workers or default_slots()
+        self._runner: CodeRunner | None = None
+        self._missing = ""
+        self._unreachable: tuple[float, str] | None = None
+        self._opening = asyncio.Lock()
+
+    async def close(self) -> None:
+        self._missing = self._missing or "the sandbox is closed"
+        async with self._opening:
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.close()
+
+    async def opened(self, grace_s: float) -> CodeRunner:
+        """Return the runner; an unreachable service is retried for `grace_s`. If that fails, waiting calls fail too."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -152,14 +164,14 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 
 @final
+@dataclass(slots=True)
 class _Judged:
-    """Judges one answer, and keeps count of the remaining time."""
+    """Judges one answer within the remaining time, `_left_s`."""
 
-    def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
-        self._runner = runner
-        self._problem = problem
-        self._rules = rules
-        self._left_s = deadline_s
+    _runner: CodeRunner
+    _problem: CodeProblem
+    _rules: CodeRules
+    _left_s: float
 
     async def verdict(self, text: str) -> Verdict:
         """Compile and test the program in `text`. Raises `TimeoutError` if the verifier's time runs out."""
@@ -257,17 +269,13 @@ class PythonTool:
     argument = "code"
 
     def __init__(self, rules: CodeRules, *, workers: int | None = None) -> None:
-        self._at_once = workers or default_slots()
-        self._rules = rules
+        self._sandbox = _LazyRunner(rules, workers)
         self._limits = Limits(
             cpu_s=rules.time_limit_s,
             wall_s=2 * rules.time_limit_s + 1,
             memory_bytes=rules.memory_bytes,
             output_bytes=_OUTPUT_BYTES,
         )
-        self._runner: CodeRunner | None = None
-        self._opening = asyncio.Lock()
-        self._is_closed = False
 
     async def start(self) -> None:
         """Open and probe the sandbox, unless a service cannot be reached yet. Raises `SandboxMissing`."""
@@ -282,22 +290,13 @@ class PythonTool:
 
     async def close(self) -> None:
         """Close the sandbox, or the connections to the service."""
-        self._is_closed = True
-        async with self._opening:
-            runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.close()
+        await self._sandbox.close()
 
     async def _opened(self) -> CodeRunner:
-        async with self._opening:
-            if self._is_closed:
-                raise SandboxLost("the tool is closed")
-            if self._runner is None:
-                try:
-                    self._runner = await open_runner(self._rules, at_once=self._at_once)
-                except SandboxMissing as error:
-                    raise SandboxMissing(f"the python tool needs a sandbox: {error}") from None
-            return self._runner
+        try:
+            return await self._sandbox.opened(0.0)
+        except SandboxMissing as error:
+            raise SandboxMissing(f"the python tool needs a sandbox: {error}") from None
 
 
 def _shown(result: ProgramResult) -> str:

@@ -55,7 +55,7 @@ class _ServiceFull(Exception):
     """The service holds its maximum number of answers; a later attempt may succeed."""
 
 
-class _CannotBeAsked(Exception):
+class _RequestInvalid(Exception):
     """Every service would reject this request."""
 
 
@@ -139,7 +139,7 @@ class VerifierServices:
                     judgements = await self._verdicts_of(service, body, len(answers), tried)
                     service.answered()
                     return judgements
-                except _CannotBeAsked as error:
+                except _RequestInvalid as error:
                     return _masked(str(error), len(answers))
                 except _ServiceFull:
                     await asyncio.sleep(_LOOK_AGAIN_S)
@@ -192,7 +192,7 @@ class VerifierServices:
                 await self._changed.wait()
 
     async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
-        """Request verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_CannotBeAsked`, which name the service."""
+        """Request verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_RequestInvalid`, which name the service."""
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
         url = service.lease.url + wire.VERIFY
@@ -209,7 +209,7 @@ class VerifierServices:
             return _ServiceFull(words)
         if status in (404, 409):
             tried.refused.add(service.lease.incarnation)
-        return _CannotBeAsked(words) if status in (400, 413, 422) else ServiceFailed(words)
+        return _RequestInvalid(words) if status in (400, 413, 422) else ServiceFailed(words)
 
 
 @final

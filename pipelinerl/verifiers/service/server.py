@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.system.http_service import HeartbeatRoute, RequestRefused, guard, refuse_in_one_shape
+from pipelinerl.system.http_service import HeartbeatRoute, RequestRefused, guard, json_response, refuse_in_one_shape
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.service import wire
 from pipelinerl.verifiers.service.wire import (
@@ -133,7 +133,6 @@ class VerifierService:
         self.started.set()
 
     async def close(self) -> None:
-        """Close all verifiers and their workers."""
         for domain in self._domains.values():
             await domain.verifier.close()
 
@@ -237,11 +236,11 @@ def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
 
     @app.get(wire.STATUS)
     async def status() -> Response:
-        return _json(service.status())
+        return json_response(service.status())
 
     @app.post(wire.DRAIN)
     async def drain() -> Response:
-        return _json(Draining(service.drain()))
+        return json_response(Draining(service.drain()))
 
     def begin(request: VerifyRequest) -> HeartbeatRoute.Work:
         return service.judge(service.admit(request), request)
@@ -250,7 +249,3 @@ def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,4 +1,4 @@
-"""Fixture of a sandbox of the default isolation tier, shared by a process's tests; they are skipped without it."""
+"""Sandboxes of the default isolation tier: one shared by a process's tests, and one per test. Skipped without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.verifiers.oubliette import probe
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +17,13 @@ def sandbox() -> Iterator[Sandbox]:
         opened = probe.opened(Tier.DEFAULT)
     except SandboxMissing as error:
         pytest.skip(f"left out: whatever runs code, since {error}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def alone(sandbox: Sandbox) -> Iterator[Sandbox]:
+    """Yield a new sandbox that runs one program at a time."""
+    opened = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     yield opened
     opened.close()

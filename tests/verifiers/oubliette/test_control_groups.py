@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarch
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Slot
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 V1 = """\
 30 25 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
@@ -80,7 +80,7 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
     """The test uses a real version 2 hierarchy, if one is mounted in addition to version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
-        pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
+        pytest.skip("left out: a group of version 2, since none is mounted in addition to version 1")
     group = unified / f"oubliette-{os.getpid()}-own"
     group.mkdir()
     try:
@@ -91,16 +91,16 @@ def test_killing_a_version_two_control_group_kills_all_its_processes(where: Hier
             assert shell.stdout is not None
             assert shell.stdout.readline() == b"in\n"
             control_groups._kill(group)
-            assert shell.stdout.read() == b"", "whoever held the pipe has ended"
+            assert shell.stdout.read() == b"", "all processes that held the pipe have ended"
             assert shell.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
-        until = time.monotonic() + PATIENCE_S
-        while group.exists():
-            try:
+
+        def removed() -> bool:
+            with contextlib.suppress(OSError):
                 group.rmdir()
-            except OSError:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            return not group.exists()
+
+        wait_until(removed, "the control group is empty")
 
 
 @pytest.fixture
@@ -111,24 +111,19 @@ def where() -> Hierarchies:
     return found
 
 
-@pytest.fixture
-def slot(where: Hierarchies, sandbox: Sandbox) -> Iterator[Sandbox]:
-    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
-    yield alone
-    alone.close()
-
-
 def groups_of(pid: int, where: Hierarchies) -> set[Path]:
     return {group for place in where.places for group in place.glob(f"oubliette-{pid}-*")}
 
 
-def test_sandboxed_programs_have_a_control_group_until_the_sandbox_is_closed(where: Hierarchies, slot: Sandbox) -> None:
+def test_sandboxed_programs_have_a_control_group_until_the_sandbox_is_closed(
+    where: Hierarchies, alone: Sandbox
+) -> None:
     before = groups_of(os.getpid(), where)
-    assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
+    assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
     assert len(mine) == len(where.places)
     assert all((group / "cgroup.procs").read_text().split() for group in mine), "the guest is in it"
-    slot.close()
+    alone.close()
     assert not groups_of(os.getpid(), where) & mine
 
 
@@ -147,9 +142,10 @@ while True:
 """
 
 
-def test_cpu_time_of_ended_child_processes_counts_towards_a_sandboxed_programs_limit(slot: Sandbox) -> None:
+@pytest.mark.usefixtures("where")
+def test_cpu_time_of_ended_child_processes_counts_towards_a_sandboxed_programs_limit(alone: Sandbox) -> None:
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
-    result = slot.run(toolchains.find("python").running(_REAPED, b"", limits))
+    result = alone.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
 
 
@@ -175,10 +171,9 @@ def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(
         assert weighed(place.slot._group) == Weight.FULL.value
         limits = Limits(cpu_s=3600, wall_s=3600)
         endless = alone.submit(toolchains.find("python").running(b"while True: pass", b"", limits))
-        until = time.monotonic() + PATIENCE_S
-        while weighed(place.slot._group) != Weight.BEHIND_OTHERS.value:
-            assert time.monotonic() < until and not endless.done()
-            time.sleep(0.02)
+        behind = Weight.BEHIND_OTHERS.value
+        wait_until(lambda: weighed(place.slot._group) == behind, "the program has a lower CPU share")
+        assert not endless.done()
     finally:
         alone.close()
     with pytest.raises((SandboxLost, CancelledError)):
@@ -193,10 +188,7 @@ def test_next_program_in_the_same_sandbox_slot_gets_the_full_cpu_share_again(
     with ThreadPoolExecutor(1) as thread:  # one thread throughout, since a guest ends with the thread that started it
         try:
             asleep = thread.submit(slot.run, python.running(b"import time\ntime.sleep(3600)", b"", Limits(wall_s=3600)))
-            until = time.monotonic() + PATIENCE_S
-            while slot.began is None:
-                assert time.monotonic() < until and not asleep.done()
-                time.sleep(0.01)
+            wait_until(lambda: slot.began is not None, "the program runs")
             assert slot.goes_behind() and weighed(slot._group) == Weight.BEHIND_OTHERS.value
             slot.interrupt()
             with pytest.raises(SandboxLost):
@@ -209,17 +201,18 @@ def test_next_program_in_the_same_sandbox_slot_gets_the_full_cpu_share_again(
             thread.submit(slot.close).result(PATIENCE_S)
 
 
+@pytest.mark.usefixtures("where")
 def test_sandboxed_program_killed_by_the_kernel_for_lack_of_memory_has_exceeded_its_memory_limit(
-    slot: Sandbox, monkeypatch: pytest.MonkeyPatch
+    alone: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a memory file system belong to no process, so only the kernel's accounting counts them."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
-    assert slot.run(run).succeeded
+    assert alone.run(run).succeeded
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._SERVER_BYTES", -(110 << 20))
-    assert slot.run(run).ending is Ending.MEMORY
+    assert alone.run(run).ending is Ending.MEMORY
     monkeypatch.undo()
-    assert slot.run(run).succeeded, "and the next run finds its guest"
+    assert alone.run(run).succeeded, "the next run works again"
 
 
 _SERVICE = """
@@ -243,10 +236,8 @@ def test_killed_sandbox_process_leaves_neither_control_groups_nor_helper_process
     finally:
         service.send_signal(signal.SIGKILL)
         service.communicate()
-    until = time.monotonic() + PATIENCE_S
-    while bait.exists() or groups_of(service.pid, where):
-        assert time.monotonic() < until, f"left behind: {bait.exists()}, {groups_of(service.pid, where)}"
-        time.sleep(0.02)
+    wait_until(lambda: not bait.exists(), "the helper process has ended")
+    wait_until(lambda: not groups_of(service.pid, where), "the control groups are removed")
 
 
 def test_control_groups_left_by_a_killed_process_are_removed(where: Hierarchies) -> None:

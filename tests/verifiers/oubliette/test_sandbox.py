@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 TWICE = {
     "python": "print(2 * int(input()))",
@@ -179,9 +177,8 @@ def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(s
             alone.close()
 
 
-def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -> None:
+def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(alone: Sandbox) -> None:
     before = set(_of_this_process("bwrap"))
-    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     assert alone.run(python("print(1)")).stdout == b"1\n"
     runs = [alone.submit(python("import time\ntime.sleep(3600)")) for _ in range(3)]
     alone.close()
@@ -233,29 +230,19 @@ def test_no_sandboxed_program_keeps_running_after_the_sandboxs_process_was_kille
         try:
             assert service.stdout is not None
             assert service.stdout.readline() == b"0\n"
-            _until(lambda: len(_called(name)) >= 2, "both runs to be there")  # noqa: B023 - called at once
+            wait_until(lambda: len(_called(name)) >= 2, "both programs run")  # noqa: B023 - called at once
         finally:
             service.kill()
             service.communicate()
-        _until(lambda: not _called(name), "all runs to be gone")  # noqa: B023 - called at once
+        wait_until(lambda: not _called(name), "all programs have ended")  # noqa: B023 - called at once
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < until, f"waited {PATIENCE_S:g} s for {what}"
-        time.sleep(0.02)
-
-
-def test_long_programs_do_not_block_other_programs_in_the_sandbox(sandbox: Sandbox) -> None:
+def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone: Sandbox) -> None:
     """If the sandbox strictly ran one program at a time, three endless programs would block the fourth."""
-    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
-    try:
-        endless = [alone.submit(python("while True: pass")) for _ in range(3)]
-        assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"
-        assert not any(each.done() for each in endless)
-    finally:
-        alone.close()
+    endless = [alone.submit(python("while True: pass")) for _ in range(3)]
+    assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"
+    assert not any(each.done() for each in endless)
+    alone.close()
     for each in endless:
         with pytest.raises((SandboxLost, CancelledError)):
             each.result(PATIENCE_S)

@@ -297,9 +297,9 @@ async def test_concurrent_judgements_share_one_failed_attempt_to_connect_to_the_
     assert [(verdict.outcome, verdict.reason) for verdict in found] == 3 * [(Outcome.VERIFIER_ERROR, "away")]
     assert len(tries) == 1
     await judged(verifier, RIGHT)
-    assert len(tries) == 2, "and who comes later tries anew"
+    assert len(tries) == 2, "a later judgement connects again"
     await verifier.close()
-    assert (await judged(verifier, RIGHT)).reason == "the verifier is closed"
+    assert (await judged(verifier, RIGHT)).reason == "the sandbox is closed"
 
 
 @pytest.fixture

@@ -106,13 +106,13 @@ async def broken_off() -> AsyncIterator[bytes]:
 
 HOSTILE = {
     "no text": raw(b'{"judged": "\xff"}'),
-    "without an end of brackets": raw(b'{"x": ' + b"[" * 100_000),
+    "endless nested brackets": raw(b'{"x": ' + b"[" * 100_000),
     "too few verdicts": said(1.0, 1.0),
     "too many verdicts": said(1.0, 1.0, 1.0, 1.0),
     "none": said(),
     "a reward of null": said(1.0, None, 1.0),
     "a reward that is a text": said(1.0, "1", 1.0),
-    "a reward that is no number": raw(
+    "a reward of NaN": raw(
         b'{"judged": [' + b",".join([b'{"verdict": {"outcome": "correct", "reward": NaN}, "seconds": 0}'] * 3) + b"]}"
     ),
     "an infinite reward": raw(
@@ -120,7 +120,7 @@ HOSTILE = {
     ),
     "a huge reward": said(1.0, 1e300, 1.0),
     "a part that is huge": said(1.0, 1.0, 1.0, parts=[["a", -1e300]]),
-    "an outcome that nobody knows": said(1.0, 1.0, 1.0, outcome="splendid"),
+    "an unknown outcome": said(1.0, 1.0, 1.0, outcome="splendid"),
     "no JSON": raw(b"<html>"),
     "nothing": raw(b""),
     "a body that is far too long": lambda: StreamingResponse(endless()),

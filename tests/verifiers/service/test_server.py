@@ -138,7 +138,7 @@ async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
-    assert scripted.asked == ["1", "2", "1", "", "3", "1"], "nothing is taken for known where verdicts may differ"
+    assert scripted.asked == ["1", "2", "1", "", "3", "1"], "verdicts of this verifier are not cached"
 
 
 async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(
@@ -150,9 +150,9 @@ async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_det
     assert scripted.asked == ["2", "1", "3"]
     assert await outcomes(http, "1", domain="kept", problem=problem(2)) == [no]
     assert await outcomes(http, "1 ", "11", "", domain="kept") == [no, no, no]
-    assert scripted.asked[3:] == ["1", "1 ", "11", ""], "nothing but the whole is known"
+    assert scripted.asked[3:] == ["1", "1 ", "11", ""], "only equal answers to the same problem are cached"
     assert await outcomes(http, "fail", domain="kept") == await outcomes(http, "fail", domain="kept")
-    assert scripted.asked.count("fail") == 2, "a failure is not remembered"
+    assert scripted.asked.count("fail") == 2, "failures are not cached"
     status = msgspec.json.decode((await http.get(wire.STATUS)).content, type=ServiceStatus)
     assert (status.verdicts, status.hits, status.queue, status.state) == (12, 3, 0, "ready")
     assert status.cache_bytes > 0 and status.domains["words"].tier == "default"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, final
+from typing import TYPE_CHECKING, Final, Self, TypeVar, final
 
 import msgspec
 
@@ -52,6 +52,8 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _FULL_PAUSE_S: Final = 0.25
 
+_Answer = TypeVar("_Answer")
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,11 @@ class RemoteRunner:
     def __init__(
         self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
     ) -> None:
+        self.tier: Final = f"remote {status.tier}"
+        self.at_once: Final = max(1, status.at_once)
         self._session = session
         self._url = url
-        self._status = status
+        self._languages = status.languages
         self._patience = patience
         self._waiting: deque[_PendingWork] = deque()
         self._sender: asyncio.Task[None] | None = None
@@ -99,20 +103,10 @@ class RemoteRunner:
             raise
         return cls(session, url, status, patience)
 
-    @property
-    def tier(self) -> str:
-        """The tier of the service's sandbox, marked as remote."""
-        return f"remote {self._status.tier}"
-
-    @property
-    def at_once(self) -> int:
-        """Number of programs that the service runs concurrently."""
-        return max(1, self._status.at_once)
-
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile at the service, which stores the program. A Python program needs no compiling, so nothing is sent."""
-        if language not in self._status.languages:
-            known = ", ".join(self._status.languages)
+        if language not in self._languages:
+            known = ", ".join(self._languages)
             raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
         if language == "python":
             return Program(language, source.encode("utf-8", "replace"))
@@ -138,12 +132,11 @@ class RemoteRunner:
         return Executed(result, self._link(done.output))
 
     async def check(self, check: Check) -> float:
-        """Check an output at the service."""
         contents: dict[Link, bytes] = {}
-        custom = check.checker if isinstance(check.checker, CustomChecker) else None
+        checker = check.checker
         work = wire.CheckWork(
-            how=None if isinstance(check.checker, CustomChecker) else check.checker,
-            checker=None if custom is None else checker_program(custom, contents),
+            how=None if isinstance(checker, CustomChecker) else checker,
+            checker=checker_program(checker, contents) if isinstance(checker, CustomChecker) else None,
             tolerance=check.tolerance,
             input=_named(check.input, contents),
             output=_named(check.output, contents),
@@ -172,18 +165,12 @@ class RemoteRunner:
             raise SandboxLost(str(error)) from None
         if status != 200:
             raise SandboxLost(f"{self._url} refuses ({status}): {error_of(content)[0]}")
-        try:
-            return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
+        return {self._link(text) for text in self._parsed(content, wire.Missing).links}
 
     async def upload(self, data: bytes) -> Link:
         """Upload `data` to the service's repository and return its link. Raises `SandboxLost`."""
         content = await self._content("PUT", data, {}, most_bytes=1 << 16)
-        try:
-            return self._link(msgspec.json.decode(content, type=wire.Stored).link)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
+        return self._link(self._parsed(content, wire.Stored).link)
 
     async def read(self, content: Content) -> bytes:
         """Return the bytes of `content`, which is fetched from the service if it is a link."""
@@ -331,6 +318,12 @@ class RemoteRunner:
             wall_s=done.wall_s,
             tier=done.tier,
         )
+
+    def _parsed(self, content: bytes, type: type[_Answer]) -> _Answer:
+        try:
+            return msgspec.json.decode(content, type=type)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     def _link(self, text: str) -> Link:
         try:

@@ -13,7 +13,6 @@ disconnects. A program's guest holds the program's input and nothing else of the
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,9 +24,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.system.http_service import BodyRule, HeartbeatRoute, RequestRefused, guard, refusal, refuse_in_one_shape
+from pipelinerl.system.http_service import (
+    BodyRule,
+    HeartbeatRoute,
+    RequestRefused,
+    guard,
+    json_response,
+    refusal,
+    refuse_in_one_shape,
+)
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.checkers import FILE_NAME, CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
 from pipelinerl.verifiers.oubliette.repository import (
     ContentMissing,
@@ -41,13 +48,12 @@ from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLo
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 
 #: Maximum number of work items that a service holds.
-MOST_WAITING: Final = 65_536
+_MOST_WAITING: Final = 65_536
 #: Upper bounds of the limits that a client may request for a run.
 _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
     disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
 )  # fmt: skip
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 @final
@@ -61,14 +67,12 @@ class OublietteService:
         tier: Tier,
         persistent: PersistentRepository,
         transient: TransientRepository,
-        most_waiting: int = MOST_WAITING,
     ) -> None:
         """Create the service; `runner` must use the same `persistent` and `transient` repositories."""
         self._runner = runner
         self._tier = tier
         self._persistent = persistent
         self._transient = transient
-        self._most_waiting = most_waiting
         self._queue = self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
@@ -76,7 +80,7 @@ class OublietteService:
         if request.protocol != wire.PROTOCOL:
             problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
-        if self._queue and self._queue + len(request.works) > self._most_waiting:
+        if self._queue and self._queue + len(request.works) > _MOST_WAITING:
             raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
@@ -170,7 +174,7 @@ class OublietteService:
     def _checker(self, checker: wire.CheckerProgram) -> CustomChecker:
         files = []
         for name, link in checker.files:
-            if _FILE_NAME.fullmatch(name) is None:
+            if FILE_NAME.fullmatch(name) is None:
                 raise CheckerFailed(f"a checker's files must have plain names, got {name!r:.80}")
             files.append((name, self._text(link)))
         return CustomChecker(
@@ -230,12 +234,12 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
 
     @app.get(wire.STATUS)
     async def status() -> Response:
-        return _json(service.status())
+        return json_response(service.status())
 
     @app.put(wire.CONTENT)
     async def content(request: Request) -> Response:
         try:
-            return _json(wire.Stored(str(await service.store(request.stream()))))
+            return json_response(wire.Stored(str(await service.store(request.stream()))))
         except ContentTooLarge as error:
             return refusal(413, str(error), code=wire.TOO_LARGE)
 
@@ -250,7 +254,7 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     async def missing(request: Request) -> Response:
         try:
             decoded = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
-            return _json(await asyncio.to_thread(service.missing, decoded))
+            return json_response(await asyncio.to_thread(service.missing, decoded))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 
@@ -262,7 +266,3 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     refuse_in_one_shape(app)
     guard(app, token=token, puts=BodyRule.STREAMED)
     return app
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -161,7 +161,7 @@ class SimulatedEngine:
         if group.started < group.size:
             self._waiting.remove(group)
         if any(row[3] is group for row in self._rows):
-            self._book(now)
+            self.busy_s, self._seen = self.busy_until(now), now
             self._settle(now)
             self._rows = [row for row in self._rows if row[3] is not group]
             heapq.heapify(self._rows)
@@ -238,9 +238,6 @@ class SimulatedEngine:
         self._steps += steps
         self.decode_steps += steps
         self.row_steps += steps * len(self._rows)
-
-    def _book(self, now: float) -> None:
-        self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
         prompts = 0

@@ -9,7 +9,7 @@ import pytest
 from inference_contract.weights import OnUpdate
 from pipelinerl.errors import UserError
 from pipelinerl.simulation.calibration import DRAWS, ObservedRun, calibrate, measure, simulated_like
-from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
+from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.setting import HeavyTailedLengths
 from pipelinerl.simulation.simulator import simulate
 from tests.simulation.recorded import run_events
@@ -66,7 +66,7 @@ def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_s
     found = calibrate([alone, beside]).contention
     assert 1.4 < found.engine < 3
     assert 1.4 < found.trainer < 3
-    assert not calibrate([alone, alone]).contention.exists
+    assert calibrate([alone, alone]).contention == Contention()
 
 
 def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings as effort, strategies as st
 
@@ -196,13 +196,8 @@ def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever() -> N
         simulate(setting(1, 8, max_groups=4), BALANCED)
 
 
-def test_computed_mean_of_heavy_tailed_answer_lengths_equals_the_mean_of_many_draws() -> None:
-    """The mean is computed from quantiles, and takes into account that lengths are truncated."""
-    law: Any = HeavyTailedLengths(30.0, 1.0, 256)
-    import numpy as np
-
-    drawn = law.draw(np.random.Generator(np.random.PCG64(0)), 200_000)
-    assert law.mean == pytest.approx(drawn.mean(), rel=0.01)
+def test_heavy_tailed_answer_lengths_have_the_given_median_and_maximum() -> None:
+    drawn = HeavyTailedLengths(30.0, 1.0, 256).draw(np.random.Generator(np.random.PCG64(0)), 200_000)
     assert drawn.max() == 256
     assert np.median(drawn) == pytest.approx(30, abs=1)
 

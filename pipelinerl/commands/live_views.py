@@ -90,10 +90,10 @@ def top(run: Run) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
     from pipelinerl.commands.top.run_follower import RunFollower, source_of
-    from pipelinerl.commands.top.textual_app import show
+    from pipelinerl.commands.top.textual_app import TopApp
 
     follower = RunFollower(source_of(run))
     try:
-        show(follower)
+        TopApp(follower).run(mouse=False)
     finally:
         follower.close()

@@ -25,11 +25,6 @@ _LOOK_S: Final = 0.25
 _KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"
 
 
-def show(follower: RunFollower) -> None:
-    """Draw the run until the user quits."""
-    TopApp(follower).run(mouse=False)
-
-
 @final
 class KnobRow(Horizontal, can_focus=True):
     """A row with a knob's name and value; the value becomes an input field while the user edits it."""

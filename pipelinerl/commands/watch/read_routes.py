@@ -89,6 +89,18 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         made = [watched.run.settings_made() for watched in chosen]
         return answer({"x": x, "runs": overlays, "differences": differences(recipes, made)})
 
+    @app.get("/api/timeline")
+    def timeline(
+        number: RunNumber = 0,
+        first: Annotated[_Moment, Query(alias="from")] = None,
+        last: Annotated[_Moment, Query(alias="to")] = None,
+        points: Annotated[int, Query(ge=2, le=8000)] = 1500,
+    ) -> Response:
+        watched = pages.of(number).run
+        with watched.lock:
+            window = watched.view.timeline.window(first, last, points=points)
+        return answer(window)
+
 
 def _add_now(app: FastAPI, pages: Pages) -> None:
     """Add the route that every open page polls.
@@ -266,19 +278,3 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for name, each in value.items():
         yield from _flat(each, f"{path}.{name}" if path else name)
-
-
-def add_timeline(app: FastAPI, pages: Pages) -> None:
-    """Add the route of a run's timeline: rows of spans in a time window, drawn in a width of `points` pixels."""
-
-    @app.get("/api/timeline")
-    def timeline(
-        number: RunNumber = 0,
-        first: Annotated[_Moment, Query(alias="from")] = None,
-        last: Annotated[_Moment, Query(alias="to")] = None,
-        points: Annotated[int, Query(ge=2, le=8000)] = 1500,
-    ) -> Response:
-        watched = pages.of(number).run
-        with watched.lock:
-            window = watched.view.timeline.window(first, last, points=points)
-        return answer(window)

@@ -67,7 +67,7 @@ class Signal(StrEnum):
 
 
 def add_samples(app: FastAPI, pages: Pages) -> None:
-    """Add the route that lists samples."""
+    """Add the routes of lists of samples, of one group, and of one sample's tokens."""
 
     @app.get("/api/samples")
     def samples(
@@ -110,10 +110,6 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
         parts = _differing_prompt_parts([group for _, group in members])
         rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(members, parts, strict=True)]
         return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
-
-
-def add_tokens(app: FastAPI, pages: Pages) -> None:
-    """Add the routes of one group and of one sample's tokens."""
 
     @app.get("/api/samples/{group}")
     def side_by_side(group: _Group, number: RunNumber = 0) -> Response:

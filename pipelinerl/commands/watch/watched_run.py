@@ -27,7 +27,7 @@ from fastapi.responses import Response
 from fastapi.sse import format_sse_event
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.steering import Steering
+from pipelinerl.commands.watch.steering import Steering, state_without_controller
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
@@ -38,8 +38,6 @@ from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.samples.reading import FOLDER
 
 _MOST: Final = 2000
-#: A listener that lags by more entries than this receives one request to refetch the steps, instead of every step.
-_FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
 #: Delay before a disconnected browser reconnects, in milliseconds.
 _RETRY_MS: Final = 1000
@@ -90,7 +88,7 @@ class Feed:
             data = as_json({"kind": fields.get("kind"), "time": fields.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
-            self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
+            self._entries.append(FeedEntry(self.place, frame(name, data, self.place), step))
 
     def ring(self) -> None:
         """Wake all listeners if anything was added since the last call."""
@@ -124,12 +122,8 @@ class Feed:
             return list(islice(self._entries, len(self._entries) - missed, None))
 
 
-def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
+def frame(name: str, data: bytes, place: str) -> bytes:
     """Return one server-sent event with the id `place`, which a client sends when it reconnects after this event."""
-    return _frame(name, as_json(data), place)
-
-
-def _frame(name: str, data: bytes, place: str) -> bytes:
     return format_sse_event(data_str=data.decode(), event=name, id=place, retry=_RETRY_MS)
 
 
@@ -146,20 +140,12 @@ def step_figures(event: Event) -> dict[str, Any]:
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 
 
-def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return (first step − 1, last step) of the entries if one notice should replace them; None for few entries."""
-    steps = [entry.step for entry in entries if entry.step is not None]
-    return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
-
-
 log = logging.getLogger("pipelinerl")
 
 #: Seconds between two reads of the files; pages are notified after each read.
 _POLL_S: Final = 0.5
 #: Seconds of pause after each piece of a long log, so that other threads can run.
 _BREATH_S: Final = 0.001
-#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
-_SILENT_S: Final = 15.0
 
 
 @final
@@ -232,17 +218,12 @@ class WatchedRun:
     def note_state(self, *, answers: bool) -> None:
         """Derive the run's state from its log and from whether its controller answers; tell listeners if it changed."""
         with self.lock:
-            state = self.view.state or ("live" if answers else self._silent_state())
+            state = "live" if answers else state_without_controller(self.view)
             if state != self.state:
                 self.state = state
                 self.changes += 1
                 self.feed.put("state", {"state": state})
                 self.feed.ring()
-
-    def _silent_state(self) -> str:
-        newest = self.view.newest.get("time")
-        recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
-        return "starting" if recent or not self.view.newest else "crashed"
 
     def _read_events(self) -> bool:
         piece = self._tail.read()

@@ -33,6 +33,7 @@ Run = Annotated[
         help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
     ),
 ]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
 Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
 Type = Annotated[str | None, typer.Option("--type", help="Type of the engine to start: torch, vllm, jax, bigram …")]
 Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; the rest is handed over.")]
@@ -143,9 +144,7 @@ def swap(run: Run, engine: Which, type: Type = None, timeout: Timeout = 60.0, wa
 @engines_app.command()
 def elastic(
     run: Annotated[Path, typer.Argument(help="Directory of the run, live or finished.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Show when a run's `elastic` section would have added or removed engines; a dry run."""
     from pipelinerl.commands.recorded_run import elastic_decisions
@@ -242,15 +241,11 @@ def joined(
         UserError: the engine was expelled, or cannot start.
         DeadlineError: the engine has not joined in time.
     """
-    engine = _until(
-        controller,
-        which,
-        lambda engine: engine.serves or engine.state == "expelled",
-        within_s,
-        "serve",
-        logs,
-        start=start,
-    )
+
+    def is_decided(engine: EngineStatus) -> bool:
+        return engine.serves or engine.state == "expelled"
+
+    engine = _until(controller, which, is_decided, within_s, "serve", logs, start=start)
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine

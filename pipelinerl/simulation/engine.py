@@ -39,7 +39,7 @@ class SimulatedGroup:
     """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
     """Number of answers in the group that began with each version."""
-    heard: int = -1
+    polled_version: int = -1
     """The first version that the group's actor polled after requesting the group; −1 if none yet."""
     attempts: int = 0
 

@@ -29,7 +29,7 @@ from pipelinerl.simulation.prediction import FILLS, Account, Prediction, Simulat
 from pipelinerl.simulation.setting import SimulatedSetting, drawing
 
 #: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
-HEARS_S: Final = 0.5
+POLL_S: Final = 0.5
 
 
 @final
@@ -104,8 +104,8 @@ class _Run:
         self._left_over = 0
         # state of the simulated actors: groups that they requested since they last polled the version, and older groups
         # by the first version that they polled after requesting the group
-        self._asked: list[SimulatedGroup] = []
-        self._heard: dict[int, list[SimulatedGroup]] = {}
+        self._requested: list[SimulatedGroup] = []
+        self._by_polled_version: dict[int, list[SimulatedGroup]] = {}
         # state of the simulated trainer
         self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
         self._collects_since: float | None = 0.0
@@ -180,7 +180,7 @@ class _Run:
             waited=step.wait_s / max(step.compute_s + step.publish_wait_s, 1e-9),
             most=most / setting.rollouts_per_step,
         )
-        self._agenda.at(math.ceil(self._agenda.now / HEARS_S) * HEARS_S, self._give_up_outdated)
+        self._agenda.at(math.ceil(self._agenda.now / POLL_S) * POLL_S, self._give_up_outdated)
         due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
         self._issue()
         self._agenda.after(self._control.report_s / 2, self._directed, due)
@@ -195,8 +195,8 @@ class _Run:
     # --- actors and engines ----------------------------------------------------------------------------------------
 
     def _sample(self, group: SimulatedGroup) -> None:
-        group.heard = -1
-        self._asked.append(group)
+        group.polled_version = -1
+        self._requested.append(group)
         self._engines[group.place].submit(group)
         self._plan(group.place)
 
@@ -247,15 +247,15 @@ class _Run:
     def _give_up_outdated(self) -> None:
         """Cancel groups that have become too old to be trained on, as `Freshness` does in real actors."""
         # A group's version is the first one that its actor has polled after requesting the group.
-        asked, self._asked = self._asked, []
-        for group in asked:
-            group.heard = self._version
-        self._heard.setdefault(self._version, []).extend(asked)
+        requested, self._requested = self._requested, []
+        for group in requested:
+            group.polled_version = self._version
+        self._by_polled_version.setdefault(self._version, []).extend(requested)
         k = self._setting.bounds.k
-        for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
-            for group in self._heard.pop(version):
+        for version in [v for v in self._by_polled_version if not can_be_fresh(v, current=self._version, k=k)]:
+            for group in self._by_polled_version.pop(version):
                 # Skip groups that were requested again in the meantime.
-                if group.heard == version and group.left and group.place >= 0:
+                if group.polled_version == version and group.left and group.place >= 0:
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)

@@ -15,7 +15,7 @@ from pipelinerl.roles.actor_role import REFRESH_S
 from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.prediction import Prediction
 from pipelinerl.simulation.setting import HeavyTailedLengths
-from pipelinerl.simulation.simulator import HEARS_S, simulate
+from pipelinerl.simulation.simulator import POLL_S, simulate
 from tests.simulation.settings import BALANCED, WHOLE, fixed, setting
 
 BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
@@ -207,4 +207,4 @@ def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first
     few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
     assert few.account.stale > 0 and few.discarded < 0.01
     assert many.account.stale == 0 or many.discarded > 0
-    assert HEARS_S == REFRESH_S
+    assert POLL_S == REFRESH_S

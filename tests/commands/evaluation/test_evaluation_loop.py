@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.commands.evaluation.asking import answer_log
+from pipelinerl.commands.evaluation.evaluation_loop import answer_log
 from pipelinerl.errors import UserError
 
 ASKED = {"target": "model", "samples": 4}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, get_type_hints
 
 import msgspec
 
@@ -17,15 +17,7 @@ from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.charts import Chart, Line, Mark, svg
 from pipelinerl.observability.run_history import Series
 from pipelinerl.simulation.calibration import TRUSTED, ObservedRun, calibrate, measure, simulated_like
-from pipelinerl.simulation.hardware import (
-    Contention,
-    ControlTimes,
-    EngineTimes,
-    Hardware,
-    Prices,
-    TrainerTimes,
-    UpdateTimes,
-)
+from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import Prediction, Trial
 from pipelinerl.simulation.published import (
     ACCELERATORS,
@@ -39,14 +31,8 @@ from pipelinerl.simulation.simulator import simulate
 
 #: Default number of steps of a simulated run.
 STEPS: Final = 100
-_SECTIONS: Final[Mapping[str, type[Any]]] = {
-    "engine": EngineTimes,
-    "trainer": TrainerTimes,
-    "update": UpdateTimes,
-    "control": ControlTimes,
-    "contention": Contention,
-    "prices": Prices,
-}
+#: The sections of a hardware table, and the class of each.
+_SECTIONS: Final[Mapping[str, type[Any]]] = get_type_hints(Hardware)
 
 
 @final

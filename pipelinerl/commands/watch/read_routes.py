@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.watched_run import (
@@ -21,7 +20,6 @@ from pipelinerl.commands.watch.watched_run import (
     Watched,
     WatchedRun,
     answer,
-    as_json,
 )
 from pipelinerl.observability.page.now import overview
 from pipelinerl.observability.page.step_table import StepRows, plain, plain_columns
@@ -31,8 +29,6 @@ from pipelinerl.observability.status import RunStatus
 _MOST_METRICS: Final = 64
 #: Seconds for which the controller's cached status is used; longer than the interval at which it is polled.
 _STATUS_S: Final = STATE_S + 1.0
-#: Number of steps that are prepared within the event loop, which takes milliseconds; more are prepared in a thread.
-_FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
 _Metrics = Annotated[str, Query(max_length=10_000)]
@@ -54,7 +50,6 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
     """Add the routes that describe runs to `app`."""
-    _add_now(app, pages)
 
     @app.get("/api/run")
     def run(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
@@ -75,6 +70,23 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     ) -> Response:
         run, names = pages.of(number).run, _names(metrics)
         return answer(_steps(run, names, points=points, first=first, last=last, since=since))
+
+    @app.get("/api/now")
+    def now(
+        number: RunNumber = 0,
+        window: Annotated[int, Query(ge=1, le=500)] = 20,
+        metrics: _Metrics = "",
+        points: _Points = 1000,
+        since: StepNumber = None,
+        marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    ) -> Response:
+        names, run, steering = _names(metrics), pages.of(number).run, pages.of(number).steering
+        status = None if run.view.state else steering.status(max_age_s=_STATUS_S)
+        with run.lock:
+            state = _now(run, status, window)
+            if names:
+                state["steps"] = _steps(run, names, points=points, since=since, marked=marked)
+            return answer(state)
 
     @app.get("/api/compare")
     def compare(
@@ -100,49 +112,6 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         with watched.lock:
             window = watched.view.timeline.window(first, last, points=points)
         return answer(window)
-
-
-def _add_now(app: FastAPI, pages: Pages) -> None:
-    """Add the route that every open page polls.
-
-    Several pages send the same request at the same moment, so the last response is cached.
-    """
-    latest: dict[int, tuple[object, bytes]] = {}
-
-    @app.get("/api/now")
-    async def now(
-        number: RunNumber = 0,
-        window: Annotated[int, Query(ge=1, le=500)] = 20,
-        metrics: _Metrics = "",
-        points: _Points = 1000,
-        since: StepNumber = None,
-        marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    ) -> Response:
-        run, steering = pages.of(number).run, pages.of(number).steering
-        names = _names(metrics)
-        status = None
-        if not run.view.state:
-            known = steering.known(max_age_s=_STATUS_S)
-            status = known[0] if known else await run_in_threadpool(steering.status)
-        key = (window, names, points, since, marked, run.changes, status)
-        kept, body = latest.get(number, (None, b""))
-        if kept != key:
-
-            def work_out() -> bytes:
-                with run.lock:
-                    steps = _steps(run, names, points=points, since=since, marked=marked) if names else None
-                    return as_json(_now(run, status, window) | ({"steps": steps} if steps else {}))
-
-            is_short = since is not None and run.view.step - since <= _FEW and window <= _FEW
-            if is_short and run.lock.acquire(blocking=False):
-                try:
-                    body = work_out()
-                finally:
-                    run.lock.release()
-            else:
-                body = await run_in_threadpool(work_out)
-            latest[number] = (key, body)
-        return Response(body, media_type="application/json")
 
 
 def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, Any]:

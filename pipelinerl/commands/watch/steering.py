@@ -75,10 +75,6 @@ class Steering:
                 self._requested_at = time.monotonic()
             return self._status
 
-    def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
-        """Return the cached status, which may be None, in a tuple; None if the cache is older than `max_age_s`."""
-        return (self._status,) if time.monotonic() - self._requested_at < max_age_s else None
-
     def close(self) -> None:
         """Close the connection; the next request opens a new one."""
         with self._lock:

@@ -61,8 +61,7 @@ class Feed:
 
     A listener remembers its place, the id of the last event that it received, and has a bell: an asyncio event, which
     is set when there are more events. When a listener reconnects, it sends its place and receives the missed events,
-    or a notice that these are no longer kept. All bells ring at the same moment, so that pages send the same requests
-    at the same time and share cached responses.
+    or a notice that these are no longer kept.
     """
 
     def __init__(self, run: int) -> None:
@@ -163,8 +162,6 @@ class WatchedRun:
     state: str = "starting"
     trouble: str = ""
     """The reason why the files cannot be read."""
-    changes: int = 0
-    """Increases with every change of `view` and `state`."""
     _tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -221,13 +218,11 @@ class WatchedRun:
             state = "live" if answers else state_without_controller(self.view)
             if state != self.state:
                 self.state = state
-                self.changes += 1
                 self.feed.put("state", {"state": state})
                 self.feed.ring()
 
     def _read_events(self) -> bool:
         piece = self._tail.read()
-        self.changes += piece.is_new_file or bool(piece.events)
         if piece.is_new_file:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
@@ -239,7 +234,6 @@ class WatchedRun:
                 log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
-            self.changes += 1
             self.feed.put("loaded", {"what": "events"})
         return self._tail.is_behind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Final, Protocol, final, runtime_checkable
+from typing import ClassVar, Final, Protocol, final
 
 import numpy as np
 
@@ -35,20 +35,6 @@ class Regularizer(Protocol):
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Return d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
-        ...
-
-
-@runtime_checkable
-class DistributionTerm(Protocol):
-    """Additional interface of a `Regularizer` that reads a measure of the whole distribution at each token."""
-
-    @property
-    def measure(self) -> HeadMeasure:
-        """The measure that this term reads; it is also in `needs`."""
-        ...
-
-    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]."""
         ...
 
 
@@ -247,7 +233,7 @@ class ExactEntropy:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
         return self.beta * cotangent
 
 
@@ -283,9 +269,12 @@ class LogBarrier:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
         return self.beta * cotangent
 
+
+#: Regularizers that read a measure of the whole distribution at each token; the measure is also in `needs`.
+DistributionTerm = ExactEntropy | LogBarrier
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
     "none": NoRegularizer,

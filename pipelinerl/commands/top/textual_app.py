@@ -103,8 +103,8 @@ class TopApp(App[None]):
     KnobRow .name { width: 1fr; height: 1; }
     KnobRow .value { width: auto; max-width: 12; height: 1; }
     KnobRow Input { width: 12; height: 1; }
-    #said { height: auto; max-height: 3; }
-    #said.refused { color: $error; }
+    #message { height: auto; max-height: 3; }
+    #message.refused { color: $error; }
     #keys { height: 1; color: $text-muted; }
     """
 
@@ -120,7 +120,7 @@ class TopApp(App[None]):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
             yield VerticalScroll(id="knobs", can_focus=False)
-        yield Static("", id="said", markup=False)
+        yield Static("", id="message", markup=False)
         yield Static(_KEYS, id="keys", markup=False)
 
     def on_mount(self) -> None:
@@ -189,6 +189,6 @@ class TopApp(App[None]):
             self.query(KnobRow).first().focus()
 
     def _say(self, result: ChangeResult) -> None:
-        line = self.query_one("#said", Static)
+        line = self.query_one("#message", Static)
         line.update(Text(one_line(result.sentence)))
         line.set_class(result.refused, "refused")

@@ -17,7 +17,6 @@ from pipelinerl.commands.watch.watched_run import (
     Pages,
     RunNumber,
     StepNumber,
-    Watched,
     WatchedRun,
     answer,
 )
@@ -55,8 +54,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     def run(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         watched = pages.of(number)
         pages.note_states()
-        runs = [{"run": each.run.number, "name": each.run.name, "state": each.run.state} for each in pages.all]
-        with watched.run.lock:
+        runs = [{"run": each.number, "name": each.name, "state": each.state} for each in pages.all]
+        with watched.lock:
             return answer({"run": number, "runs": runs, **_run_facts(watched, looks_only)})
 
     @app.get("/api/steps")
@@ -68,7 +67,7 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         last: Annotated[int, Query(alias="to", ge=0, le=2**53)] = 2**53,
         since: StepNumber = None,
     ) -> Response:
-        run, names = pages.of(number).run, _names(metrics)
+        run, names = pages.of(number), _names(metrics)
         return answer(_steps(run, names, points=points, first=first, last=last, since=since))
 
     @app.get("/api/now")
@@ -80,8 +79,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         since: StepNumber = None,
         marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> Response:
-        names, run, steering = _names(metrics), pages.of(number).run, pages.of(number).steering
-        status = None if run.view.state else steering.status(max_age_s=_STATUS_S)
+        names, run = _names(metrics), pages.of(number)
+        status = None if run.view.state else run.steering.status(max_age_s=_STATUS_S)
         with run.lock:
             state = _now(run, status, window)
             if names:
@@ -97,8 +96,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     ) -> Response:
         chosen = _chosen(pages, runs)
         overlays = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
-        recipes = [watched.run.recipe() for watched in chosen]
-        made = [watched.run.settings_made() for watched in chosen]
+        recipes = [watched.recipe() for watched in chosen]
+        made = [watched.settings_made() for watched in chosen]
         return answer({"x": x, "runs": overlays, "differences": differences(recipes, made)})
 
     @app.get("/api/timeline")
@@ -108,7 +107,7 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         last: Annotated[_Moment, Query(alias="to")] = None,
         points: Annotated[int, Query(ge=2, le=8000)] = 1500,
     ) -> Response:
-        watched = pages.of(number).run
+        watched = pages.of(number)
         with watched.lock:
             window = watched.view.timeline.window(first, last, points=points)
         return answer(window)
@@ -124,12 +123,12 @@ def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, An
     return state | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
 
 
-def _run_facts(watched: Watched, looks_only: bool) -> dict[str, Any]:
-    run, view = watched.run, watched.run.view
+def _run_facts(run: WatchedRun, looks_only: bool) -> dict[str, Any]:
+    view = run.view
     recipe, names = run.recipe(), run.samples.names
     section, domains = recipe.get("run"), recipe.get("domains")
     declared = [each.get("name") for each in domains if isinstance(each, dict)] if isinstance(domains, list) else []
-    obstacle = watched.steering.obstacle(looks_only=looks_only) if not view.state else "the run is over"
+    obstacle = run.steering.obstacle(looks_only=looks_only) if not view.state else "the run is over"
     return {
         "name": run.name,
         "state": run.state,
@@ -201,7 +200,7 @@ def _columns(rows: StepRows) -> dict[str, dict[str, list[float | None]]]:
     return {name: {part: column[name] for part, column in parts.items()} for name in rows.means}
 
 
-def _chosen(pages: Pages, runs: str) -> list[Watched]:
+def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
     if not runs:
         return list(pages.all)
     numbers = runs.split(",")
@@ -210,14 +209,14 @@ def _chosen(pages: Pages, runs: str) -> list[Watched]:
     return [pages.of(int(number)) for number in dict.fromkeys(numbers)]
 
 
-def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
-    with watched.run.lock:
-        rows = watched.run.view.steps.rows(metrics, points=points)
+def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
+    with watched.lock:
+        rows = watched.view.steps.rows(metrics, points=points)
     columns = _columns(rows)
     parts = {part: {name: column.get(part) for name, column in columns.items()} for part in ("low", "high")}
     return {
-        "run": watched.run.number,
-        "name": watched.run.name,
+        "run": watched.number,
+        "name": watched.name,
         "x": plain(rows.places[_PLACES[axis]], 12),
         "y": {name: column["mean"] for name, column in columns.items()},
         **parts,

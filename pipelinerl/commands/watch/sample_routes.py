@@ -101,7 +101,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
             limit=limit,
             after=_place(after),
         )
-        run = pages.of(number).run
+        run = pages.of(number)
         with run.lock:
             choice = run.samples.choose(criteria)
             members = list(answers_of(choice, run.samples))
@@ -113,7 +113,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/samples/{group}")
     def side_by_side(group: _Group, number: RunNumber = 0) -> Response:
-        stored, signal = _group(pages.of(number).run, group)
+        stored, signal = _group(pages.of(number), group)
         if stored is None:
             return refusal(404, _GONE, code="sample_gone", param="group")
         fields = msgspec.to_builtins(msgspec.structs.replace(stored, prompt_tokens=None, answers=()))
@@ -123,7 +123,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/tokens/{group}/{sample}")
     def tokens(group: _Group, sample: Annotated[int, Path(ge=0, le=2**20)], number: RunNumber = 0) -> Response:
-        stored, _ = _group(pages.of(number).run, group)
+        stored, _ = _group(pages.of(number), group)
         if stored is None or sample >= len(stored.answers):
             return refusal(404, _GONE, code="sample_gone", param="group")
         columns = stored.answers[sample].tokens

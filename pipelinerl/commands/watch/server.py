@@ -34,7 +34,6 @@ from pipelinerl.commands.watch.watched_run import (
     LooksOnly,
     Pages,
     RunNumber,
-    Watched,
     WatchedRun,
     answer,
     as_json,
@@ -78,7 +77,7 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 
 
 async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
-    run = pages.of(number).run
+    run = pages.of(number)
     with run.feed.listener() as bell:
         place, sent_at = run.feed.place, time.monotonic()
         loaded = {"events", "samples"} <= run.loaded
@@ -131,7 +130,6 @@ def create_page(
     token: str,
     links: PageLinks,
     cookie: str = "pipelinerl",
-    read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
     """Return the web application; while it runs, a thread reads the runs' files.
@@ -150,7 +148,7 @@ def create_page(
             follower.close()
             pages.close()
 
-    pages = Pages(runs, read_only=read_only)
+    pages = Pages(runs)
     app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
     app.get("/health")(lambda: answer({"state": "ready"}))
     _add_files(app)
@@ -274,8 +272,8 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         if status is not None:
             state = msgspec.to_builtins(status.fleet) | {"source": "controller"}
         else:
-            with watched.run.lock:
-                state = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
+            with watched.lock:
+                state = {"engines": [dict(each) for each in watched.view.engines.values()], "source": "events"}
             state |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
         return answer(state | {"types": sorted(registry.ENGINES), **steered})
 
@@ -311,22 +309,22 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         return answer({"state": "removed"})
 
 
-def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
+def _steered(watched: WatchedRun, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
     """Return whether this client may change the run, or why not, and the controller's status if it answers."""
-    if watched.run.view.state:
+    if watched.view.state:
         status, why_not = None, "the run is over"
     else:
         status, why_not = watched.steering.status(), watched.steering.obstacle(looks_only=looks_only)
     return {"may_steer": not why_not, "why_not": why_not}, status
 
 
-def _knobs(watched: Watched, looks_only: bool = False) -> dict[str, Any]:
+def _knobs(watched: WatchedRun, looks_only: bool = False) -> dict[str, Any]:
     steered, status = _steered(watched, looks_only)
     if status is not None:
         known = watched.steering.knobs()
         values, log, source = known.knobs, list[Any](known.log), "controller"
     else:
-        with watched.run.lock:
-            values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
+        with watched.lock:
+            values, log, source = dict(watched.view.knobs), list(watched.view.knob_log), "events"
     knobs = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
     return {"knobs": knobs, "presets": sorted(PRESETS), "log": log, "source": source, **steered}

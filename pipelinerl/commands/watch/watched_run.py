@@ -150,10 +150,13 @@ _BREATH_S: Final = 0.001
 @final
 @dataclass(slots=True)
 class WatchedRun:
-    """State of the run in a directory; callers must hold `lock` while they read it."""
+    """State of the run in a directory, and its controller; callers must hold `lock` while they read the state."""
 
     number: int
     run_dir: Path
+    read_only: bool = False
+    """True if no page may change the run."""
+    steering: Steering = field(init=False)
     view: RunView = field(default_factory=RunView)
     lock: threading.RLock = field(default_factory=threading.RLock)
     samples: SampleIndex = field(init=False)
@@ -165,6 +168,7 @@ class WatchedRun:
     _tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
+        self.steering = Steering(self.run_dir, self.read_only)
         self.samples = SampleIndex(self.run_dir)
         self.feed = Feed(self.number)
         self._tail = EventTail(self.run_dir / "events.jsonl")
@@ -259,13 +263,13 @@ class WatchedRun:
             self.feed.put("event", event)
 
 
-def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
+def watched_runs(directories: Sequence[Path], *, read_only: bool = False) -> list[WatchedRun]:
     """Return the runs to watch, numbered in the order of their directories; raise `UserError` if one holds no run."""
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
             raise UserError(f"{directory} is not a run: it has none of {', '.join(there)}; name the run's directory")
-    return [WatchedRun(number, directory) for number, directory in enumerate(directories)]
+    return [WatchedRun(number, directory, read_only) for number, directory in enumerate(directories)]
 
 
 @final
@@ -318,23 +322,15 @@ Name = Annotated[str | None, Query(max_length=500)]
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """One run, and the connection to its controller."""
-
-    run: WatchedRun
-    steering: Steering
-
-
 @final
 class Pages:
-    """The runs that one server shows, each with its connection to the controller."""
+    """The runs that one server shows."""
 
-    def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
-        self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        self.all = tuple(runs)
         self._noted_at = -math.inf
 
-    def of(self, number: int) -> Watched:
+    def of(self, number: int) -> WatchedRun:
         """Return the run with this number; raise HTTPException 404 if there is none."""
         if number >= len(self.all):
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
@@ -348,14 +344,13 @@ class Pages:
     def note_states(self) -> None:
         """Poll all controllers, and record which runs are live."""
         self._noted_at = time.monotonic()
-        for watched in self.all:
-            over = bool(watched.run.view.state)
-            watched.run.note_state(answers=not over and watched.steering.status(max_age_s=STATE_S) is not None)
+        for run in self.all:
+            run.note_state(answers=not run.view.state and run.steering.status(max_age_s=STATE_S) is not None)
 
     def close(self) -> None:
         """Close the connections to the controllers."""
-        for watched in self.all:
-            watched.steering.close()
+        for run in self.all:
+            run.steering.close()
 
 
 def answer(value: Any) -> Response:

@@ -103,10 +103,10 @@ async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp
         await pilot.press("down", "enter", "6", "enter")
         await until(pilot, lambda: values(pilot)["k"] == "6")
         assert run.controller.state.knobs.k == 6.0
-        await until(pilot, lambda: text(pilot, "#said") == "k = 6, effective at the next step boundary")
+        await until(pilot, lambda: text(pilot, "#message") == "k = 6, effective at the next step boundary")
         await pilot.press("down", "enter", *"-1", "enter")
-        await until(pilot, lambda: "temperature must be" in text(pilot, "#said"))
-        assert pilot.app.query_one("#said").has_class("refused")
+        await until(pilot, lambda: "temperature must be" in text(pilot, "#message"))
+        assert pilot.app.query_one("#message").has_class("refused")
         await pilot.press("enter", *"0.5", "escape")
         assert run.controller.state.knobs.temperature == knobs.temperature, "who leaves has sent nothing"
         assert values(pilot)["temperature"] == "1"
@@ -121,7 +121,7 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp
         assert "tiny finished" in told and "12/12" in told and "short_words" in told and "expelled" in told
         assert values(pilot)["staleness.k"] == "16", "as the last change left it"
         await pilot.press("enter")
-        assert "the run is over" in text(pilot, "#said")
+        assert "the run is over" in text(pilot, "#message")
         from textual.widgets import Input
 
         assert not any(field.display for field in pilot.app.query(Input))
@@ -137,9 +137,9 @@ async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metric
             assert "test live" in text(pilot, "#figures-text") and values(pilot)["k"] == "4"
             end()
             await until(pilot, lambda: "test silent" in text(pilot, "#figures-text"))
-            assert "does not answer" in text(pilot, "#said") and values(pilot)["k"] == "4"
+            assert "does not answer" in text(pilot, "#message") and values(pilot)["k"] == "4"
             await pilot.press("enter")
-            assert pilot.app.query_one("#said").has_class("refused")
+            assert pilot.app.query_one("#message").has_class("refused")
 
 
 def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:

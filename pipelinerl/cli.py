@@ -426,8 +426,7 @@ def explain(
     if compare is not None:
         command.compare(*compare, rollout or [], Console(), of_run=of_run)
         return
-    chosen = choice or str(of_run and of_run.recipe)
-    command.show(chosen, overrides or [], rollout or [], Console(), of_run=of_run)
+    command.show(choice or f"{run}/recipe.toml", overrides or [], rollout or [], Console(), of_run=of_run)
 
 
 @app.command()

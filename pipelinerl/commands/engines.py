@@ -87,7 +87,7 @@ def add(
             engines: tuple[str, ...] = (url.rstrip("/"),)
         else:
             engines = controller.request_engines(str(type), count=count)
-        start = StartByHand(run, controller.url, type) if type is not None else None
+        start = ManualStart(run, controller.url, type) if type is not None else None
         if not wait:
             typer.echo("requested " + ", ".join(engines))
             if start is not None and not controller.engines().has_launcher:
@@ -130,7 +130,7 @@ def swap(run: Run, engine: Which, type: Type = None, timeout: Timeout = 60.0, wa
     type = _known(type)
     with controller_of(run) as controller:
         (name,) = controller.request_engines(type, replaces=engine, grace_s=timeout)
-        start = StartByHand(run, controller.url, type)
+        start = ManualStart(run, controller.url, type)
         if not wait:
             typer.echo(f"requested {name}")
             if not controller.engines().has_launcher:
@@ -165,7 +165,7 @@ def _logs(run: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class StartByHand:
+class ManualStart:
     """Instructions to start an engine of `type` manually for the live run that the user names as `run`."""
 
     run: str
@@ -184,7 +184,7 @@ class StartByHand:
         return shlex.join([*words, "--recipe", str(run_dir / "recipe.toml"), "--run-dir", str(run_dir)])
 
 
-def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
+def _explain(start: ManualStart, names: Sequence[str], *, waits: bool) -> None:
     listed = ", ".join(names)
     typer.echo(f"no launcher is running (services were started manually): start {listed} yourself in another terminal:")
     for name in names:
@@ -233,7 +233,7 @@ def joined(
     *,
     logs: Path,
     within_s: float = _JOIN_S,
-    start: StartByHand | None = None,
+    start: ManualStart | None = None,
 ) -> EngineStatus:
     """Wait until the engine serves. If the run has no launcher, print the command that starts the engine.
 
@@ -264,7 +264,7 @@ def _until(
     what: str,
     logs: Path | None,
     *,
-    start: StartByHand | None = None,
+    start: ManualStart | None = None,
 ) -> EngineStatus:
     from pipelinerl.controller.state.fleet import base_url
 

@@ -14,9 +14,9 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.roles.actor_role import REFRESH_S
 from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import HeavyTailedLengths
+from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths
 from pipelinerl.simulation.simulator import POLL_S, simulate
-from tests.simulation.settings import BALANCED, WHOLE, fixed, setting
+from tests.simulation.settings import BALANCED, WHOLE, setting
 
 BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
@@ -86,7 +86,7 @@ def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_
         order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
     )
     hardware = replace(BALANCED, update=UpdateTimes(send_s=0.1, pause_s=0.01), control=control)
-    run = simulate(setting(1, 1, lengths=fixed(20)), hardware)
+    run = simulate(setting(1, 1, lengths=FixedLengths(20)), hardware)
     decode = 20 * (0.01 + 0.0001 * 64)
     train = 2e-4 * 64 * (20 + 10)
     assert run.step_s == pytest.approx(0.02 + 0.1 + 0.01 + 0.003 + decode + 0.05 + 0.004 + train, rel=1e-9)
@@ -99,7 +99,7 @@ def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_
 def test_simulated_actor_requests_its_groups_one_after_another() -> None:
     """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
-    run = simulate(setting(1, 1, lengths=fixed(1)), hardware)
+    run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
     # a decode step begins with the first request; the others arrive during this step, and decode in the second round
     assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
 
@@ -108,7 +108,7 @@ def test_simulated_actor_requests_its_groups_one_after_another() -> None:
 def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation: int) -> None:
     """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
     run = simulate(
-        setting(1, 1, lengths=fixed(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
+        setting(1, 1, lengths=FixedLengths(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
     )
     rounds = 20 * (0.01 + 0.0001 * 64)
     assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
@@ -119,7 +119,7 @@ def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_trai
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):
         hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
-        run = simulate(setting(1, 2, lengths=fixed(20)), hardware)
+        run = simulate(setting(1, 2, lengths=FixedLengths(20)), hardware)
         assert run.step_s == pytest.approx(max(decode, token_s * 64 * 30), rel=0.02)
         assert run.staleness == {2: 1.0}
 
@@ -179,7 +179,9 @@ def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_th
     """
     shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
     for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
-        alone, beside = (simulate(setting(*bounds, lengths=fixed(20)), each).step_s for each in (BALANCED, shared))
+        alone, beside = (
+            simulate(setting(*bounds, lengths=FixedLengths(20)), each).step_s for each in (BALANCED, shared)
+        )
         assert beside / alone == pytest.approx(ratio, rel=0.25 if ratio > 1 else 1e-9)
         assert beside >= alone
 

@@ -50,7 +50,6 @@ from pipelinerl.objective.streams import Loss
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.episodes import check_environment
-from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
@@ -142,9 +141,10 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         if left := check_values(path, most_bytes=_MOST_READ):
             unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
             yield "model", f"{unchecked}; the trainer checks them when it loads"
-    from pipelinerl.roles.engine_role import build_engine  # a slow import, not needed by `pipelinerl run`
+    # This import is slow, and `pipelinerl run` does not need it.
+    from pipelinerl.commands.evaluation.respondents import engine_outside_run
 
-    build_engine(_placeholder_identity(config))
+    engine_outside_run(config)
     dtypes = dtypes_of(config)
     engines = f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
     slow = _slow(config, dtypes)
@@ -243,12 +243,6 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
             teacher = domain.teacher or (config.reference.place if config.reference else "") or "the initial policy"
             return f"{times}ref_kl to {teacher}, the mean over its sampled tokens; rewards are only reported"
     return f"{times}rl, the objective"
-
-
-def _placeholder_identity(config: RunConfig) -> Identity:
-    return Identity(
-        config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
-    )
 
 
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:

@@ -40,6 +40,8 @@ Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
+#: Format of a row of the table: name, type, lifecycle, version, running, waiting, tokens/s, URL.
+_ROW: Final = "{:<12}{:<10}{:<10}{:>8}{:>9}{:>9}{:>10}  {}"
 #: Seconds within which an engine must join the run: it must load its model and receive a publication of weights.
 _JOIN_S: Final = 300.0
 
@@ -205,25 +207,19 @@ def _explain_end(controller: ControllerClient, engine: str) -> None:
 def table(fleet: FleetStatus) -> list[str]:
     """Return the table's heading, a line per engine, and a line per requested engine that has not joined yet."""
     names = {engine.name for engine in fleet.engines}
-    heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
+    heading = _ROW.format("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
-        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in fleet.requested if h.name not in names
+        _ROW.format(each.name, each.type, "requested", "-", "-", "-", "-", "").rstrip()
+        for each in fleet.requested
+        if each.name not in names
     ]
     return [heading, *map(line, fleet.engines), *waiting]
 
 
 def line(engine: EngineStatus) -> str:
     """Return one engine as a row of the table."""
-    row = _row(
-        engine.name or "-",
-        engine.type or "-",
-        engine.state,
-        str(engine.version),
-        str(engine.running),
-        str(engine.waiting),
-        f"{engine.tokens_per_s:.0f}",
-        engine.url,
-    )
+    name, type, rate = engine.name or "-", engine.type or "-", f"{engine.tokens_per_s:.0f}"
+    row = _ROW.format(name, type, engine.state, engine.version, engine.running, engine.waiting, rate, engine.url)
     return f"{row}  {engine.last_error}".rstrip()
 
 
@@ -293,8 +289,3 @@ def _last_word(which: str, logs: Path | None) -> str:
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""
     return f": {sentence}" if lines and sentence != lines[-1] else ""
-
-
-def _row(name: str, type: str, lifecycle: str, version: str, running: str, waiting: str, rate: str, url: str) -> str:
-    counts = f"{version:>8}{running:>9}{waiting:>9}{rate:>10}"
-    return f"{name:<12}{type:<10}{lifecycle:<10}{counts}  {url}".rstrip()

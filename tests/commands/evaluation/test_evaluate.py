@@ -178,7 +178,7 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
             file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')
         asked = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
-        assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"
+        assert (rest.asked, rest.incomplete) == (10, 0), "two failed problems and eight new ones"
         assert len(fake.bodies) - asked == 10
         asked = len(fake.bodies)
         again = evaluated(url, load(recipe, once), out=out)

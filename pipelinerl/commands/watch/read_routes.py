@@ -170,19 +170,19 @@ def _steps(
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
-        bounds, known = table.bounds, len(table.figures)
-        table_facts: dict[str, Any] = {
+        first_step, last_step = table.bounds
+        return {
             "complete": "events" in run.loaded,
             "count": table.count,
-            "first": bounds[0],
-            "last": bounds[1],
+            "first": first_step,
+            "last": last_step,
             "marks": view.marks_after(marked),
             "marked": view.mark_count,
-            "figures": known,
+            "figures": len(table.figures),
             "each": rows.each,
+            "x": {name: plain(column, 12) for name, column in rows.places.items()},
+            "y": _columns(rows),
         }
-    places = {name: plain(column, 12) for name, column in rows.places.items()}
-    return {**table_facts, "x": places, "y": _columns(rows)}
 
 
 def _names(metrics: str) -> list[str]:

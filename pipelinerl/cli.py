@@ -6,9 +6,11 @@ User errors are printed as one sentence on stderr with exit status 2. Commands i
 from __future__ import annotations
 
 import io
+import json as json_text
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,11 +30,10 @@ from launch.cluster.command_line import (
     refuse_hosts,
 )
 from pipelinerl.commands.conformance import bench, chaos, conformance_app
-from pipelinerl.commands.engines import Run, engines_app
-from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
+from pipelinerl.commands.engines import Overrides, Run, engines_app
+from pipelinerl.commands.evaluation.command_line import evaluate, prefilter
 from pipelinerl.commands.live_views import top, watch
 from pipelinerl.commands.oubliette import oubliette_app
-from pipelinerl.commands.simulation.command_line import simulate
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
@@ -57,14 +58,13 @@ app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
 app.add_typer(oubliette_app, name="oubliette")
 app.add_typer(conformance_app, name="conformance")
-add_evaluation_commands(app)
+app.command("eval")(evaluate)
+app.command()(prefilter)
 app.command()(watch)
-app.command()(simulate)
 app.command()(top)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
 RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
 
 
@@ -298,7 +298,7 @@ def warmstart(
 def sft(
     recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
     output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes: section.key=value …")] = None,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
 ) -> None:
@@ -394,7 +394,7 @@ def explain(
         str | None,
         typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
+    overrides: Overrides = None,
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(metavar="A B", help="Two algorithms or recipes; shows what each makes of the same rollouts."),
@@ -426,8 +426,72 @@ def explain(
     if compare is not None:
         command.compare(*compare, rollout or [], Console(), of_run=of_run)
         return
-    chosen = choice or str(of_run and of_run.recipe)
-    command.show(chosen, overrides or [], rollout or [], Console(), of_run=of_run)
+    command.show(choice or f"{run}/recipe.toml", overrides or [], rollout or [], Console(), of_run=of_run)
+
+
+@app.command()
+def simulate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    from_runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", help="A finished, ideally synchronous run to calibrate from; a second one for contention."
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="A hardware table instead of a run: a file, or h100, h200 or v5p with a model size (h100:7b), "
+            "computed from published figures. Sizes: 0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Distribution of answer lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each simulated run.")] = 100,
+    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine per hour.")] = None,
+    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer per hour.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
+) -> None:
+    """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
+    from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
+    from pipelinerl.simulation.prediction import grid, recommended
+
+    if bool(from_runs) == (hardware is not None):
+        raise UserError(
+            "timings are required: give either --from RUN (a finished run) or --hardware (a file, or such as h100:7b)"
+        )
+    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or "")
+    prices = replace(
+        basis.hardware.prices,
+        **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},
+    )
+    basis = replace(basis, hardware=replace(basis.hardware, prices=prices), length_words=lengths or basis.length_words)
+    trials = [tried(recipe, overrides or [], changes, basis, steps=steps) for changes in grid(sweep or [])]
+    best = recommended(trials) if sweep else None
+    notes = [basis.verdict, *([f"recommended: {' '.join(best.changes)}"] if best is not None else [])]
+    if html is not None:
+        html.write_text(page_of(f"{recipe}, simulated", trials, notes))
+    if json:
+        typer.echo(json_text.dumps(json_of(trials, best=best, checks=basis.checks) | {"verdict": basis.verdict}))
+        return
+    for line in lines_of(trials):
+        typer.echo(line)
+    for run, errors in basis.checks.items():
+        listed = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
+        typer.echo(f"simulated against measured, {run}: {listed}")
+    for note in notes:
+        typer.echo(note)
+    if html is not None:
+        typer.echo(str(html))
+    if all(trial.refusal for trial in trials):
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -50,7 +50,6 @@ from pipelinerl.objective.streams import Loss
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.episodes import check_environment
-from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
@@ -102,7 +101,11 @@ def refuse(config: RunConfig) -> None:
     dtypes_of(config)
     refuse_experts(config)
     objective_of(config)
-    _check_other_models(config)
+    for key, path in _other_models(config).items():
+        try:
+            check_directory(path)
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from None
     knobs_of(config)
     for domain in config.domains:
         check_source(domain.source, domain=domain.name)
@@ -110,14 +113,6 @@ def refuse(config: RunConfig) -> None:
             open_verifier(domain)
         check_environment(domain)
     open_filter(config)
-
-
-def _check_other_models(config: RunConfig) -> None:
-    for key, path in _other_models(config).items():
-        try:
-            check_directory(path)
-        except ModelError as error:
-            raise ModelError(f"{key}: {error}") from None
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
@@ -138,28 +133,22 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     _check_model(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
-    path, known = config.model.resolved, tokenizer.vocab_size
-    if (rows := vocab_size(path)) is not None and rows < known:
-        sizes = f"the tokenizer of {path} has {known} tokens and its model {rows}; a prompt with one of the others"
+    model, known = config.model.resolved, tokenizer.vocab_size
+    if (rows := vocab_size(model)) is not None and rows < known:
+        sizes = f"the tokenizer of {model} has {known} tokens and its model {rows}; a prompt with one of the others"
         yield "warning", f"{sizes} is refused by engines"
-    for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
+    for path in dict.fromkeys([model, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
-            yield (
-                "model",
-                f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
-            )
-    from pipelinerl.roles.engine_role import build_engine  # a slow import, not needed by `pipelinerl run`
+            unchecked = f"{left / 2**30:,.1f} GiB of {path} are not checked here"
+            yield "model", f"{unchecked}; the trainer checks them when it loads"
+    # This import is slow, and `pipelinerl run` does not need it.
+    from pipelinerl.commands.evaluation.respondents import engine_outside_run
 
-    build_engine(_placeholder_identity(config))
+    engine_outside_run(config)
     dtypes = dtypes_of(config)
+    engines = f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
     slow = _slow(config, dtypes)
-    yield (
-        "engine",
-        (
-            f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
-            + (f"; {slow}" if slow else "")
-        ),
-    )
+    yield "engine", f"{engines}; {slow}" if slow else engines
     yield "trainer", f"{config.trainer.type}, {config.trainer.passes_in}, sends {dtypes.wire}"
     yield from adapter_findings(config)
     yield from attention_findings(config)
@@ -256,12 +245,6 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
     return f"{times}rl, the objective"
 
 
-def _placeholder_identity(config: RunConfig) -> Identity:
-    return Identity(
-        config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
-    )
-
-
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
     if config.engine.type != "vllm":
         return None
@@ -271,10 +254,9 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    share = stale_share(config)
-    bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight" + (
-        f"; {share}" if share else ""
-    )
+    bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight"
+    if share := stale_share(config):
+        bounds += f"; {share}"
     if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
         return bounds
     return (
@@ -299,14 +281,11 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 def _step(config: RunConfig) -> str:
     # If group sizes differ, the last group of a step may exceed the step's target.
-    rollouts, sizes = (
-        config.training.rollouts_per_step,
-        {each.name: config.group_size_of(each) for each in config.trained_domains},
-    )
+    rollouts = config.training.rollouts_per_step
+    sizes = {each.name: config.group_size_of(each) for each in config.trained_domains}
     if len(set(sizes.values())) == 1:
-        return (
-            f"{rollouts} rollouts, {config.groups_per_step} groups of {config.group_size_of(config.trained_domains[0])}"
-        )
+        (size,) = set(sizes.values())
+        return f"{rollouts} rollouts, {config.groups_per_step} groups of {size}"
     unit = math.gcd(*sizes.values())
     most = (rollouts - 1) // unit * unit + max(sizes.values())
     groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())

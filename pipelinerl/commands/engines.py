@@ -33,12 +33,15 @@ Run = Annotated[
         help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
     ),
 ]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
 Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
 Type = Annotated[str | None, typer.Option("--type", help="Type of the engine to start: torch, vllm, jax, bigram …")]
 Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; the rest is handed over.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
+#: Format of a row of the table: name, type, lifecycle, version, running, waiting, tokens/s, URL.
+_ROW: Final = "{:<12}{:<10}{:<10}{:>8}{:>9}{:>9}{:>10}  {}"
 #: Seconds within which an engine must join the run: it must load its model and receive a publication of weights.
 _JOIN_S: Final = 300.0
 
@@ -86,7 +89,7 @@ def add(
             engines: tuple[str, ...] = (url.rstrip("/"),)
         else:
             engines = controller.request_engines(str(type), count=count)
-        start = StartByHand(run, controller.url, type) if type is not None else None
+        start = ManualStart(run, controller.url, type) if type is not None else None
         if not wait:
             typer.echo("requested " + ", ".join(engines))
             if start is not None and not controller.engines().has_launcher:
@@ -129,7 +132,7 @@ def swap(run: Run, engine: Which, type: Type = None, timeout: Timeout = 60.0, wa
     type = _known(type)
     with controller_of(run) as controller:
         (name,) = controller.request_engines(type, replaces=engine, grace_s=timeout)
-        start = StartByHand(run, controller.url, type)
+        start = ManualStart(run, controller.url, type)
         if not wait:
             typer.echo(f"requested {name}")
             if not controller.engines().has_launcher:
@@ -143,9 +146,7 @@ def swap(run: Run, engine: Which, type: Type = None, timeout: Timeout = 60.0, wa
 @engines_app.command()
 def elastic(
     run: Annotated[Path, typer.Argument(help="Directory of the run, live or finished.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Show when a run's `elastic` section would have added or removed engines; a dry run."""
     from pipelinerl.commands.recorded_run import elastic_decisions
@@ -166,7 +167,7 @@ def _logs(run: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class StartByHand:
+class ManualStart:
     """Instructions to start an engine of `type` manually for the live run that the user names as `run`."""
 
     run: str
@@ -185,7 +186,7 @@ class StartByHand:
         return shlex.join([*words, "--recipe", str(run_dir / "recipe.toml"), "--run-dir", str(run_dir)])
 
 
-def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
+def _explain(start: ManualStart, names: Sequence[str], *, waits: bool) -> None:
     listed = ", ".join(names)
     typer.echo(f"no launcher is running (services were started manually): start {listed} yourself in another terminal:")
     for name in names:
@@ -206,25 +207,19 @@ def _explain_end(controller: ControllerClient, engine: str) -> None:
 def table(fleet: FleetStatus) -> list[str]:
     """Return the table's heading, a line per engine, and a line per requested engine that has not joined yet."""
     names = {engine.name for engine in fleet.engines}
-    heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
+    heading = _ROW.format("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
-        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in fleet.requested if h.name not in names
+        _ROW.format(each.name, each.type, "requested", "-", "-", "-", "-", "").rstrip()
+        for each in fleet.requested
+        if each.name not in names
     ]
     return [heading, *map(line, fleet.engines), *waiting]
 
 
 def line(engine: EngineStatus) -> str:
     """Return one engine as a row of the table."""
-    row = _row(
-        engine.name or "-",
-        engine.type or "-",
-        engine.state,
-        str(engine.version),
-        str(engine.running),
-        str(engine.waiting),
-        f"{engine.tokens_per_s:.0f}",
-        engine.url,
-    )
+    name, type, rate = engine.name or "-", engine.type or "-", f"{engine.tokens_per_s:.0f}"
+    row = _ROW.format(name, type, engine.state, engine.version, engine.running, engine.waiting, rate, engine.url)
     return f"{row}  {engine.last_error}".rstrip()
 
 
@@ -234,7 +229,7 @@ def joined(
     *,
     logs: Path,
     within_s: float = _JOIN_S,
-    start: StartByHand | None = None,
+    start: ManualStart | None = None,
 ) -> EngineStatus:
     """Wait until the engine serves. If the run has no launcher, print the command that starts the engine.
 
@@ -242,15 +237,11 @@ def joined(
         UserError: the engine was expelled, or cannot start.
         DeadlineError: the engine has not joined in time.
     """
-    engine = _until(
-        controller,
-        which,
-        lambda engine: engine.serves or engine.state == "expelled",
-        within_s,
-        "serve",
-        logs,
-        start=start,
-    )
+
+    def is_decided(engine: EngineStatus) -> bool:
+        return engine.serves or engine.state == "expelled"
+
+    engine = _until(controller, which, is_decided, within_s, "serve", logs, start=start)
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
@@ -269,7 +260,7 @@ def _until(
     what: str,
     logs: Path | None,
     *,
-    start: StartByHand | None = None,
+    start: ManualStart | None = None,
 ) -> EngineStatus:
     from pipelinerl.controller.state.fleet import base_url
 
@@ -298,8 +289,3 @@ def _last_word(which: str, logs: Path | None) -> str:
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""
     return f": {sentence}" if lines and sentence != lines[-1] else ""
-
-
-def _row(name: str, type: str, lifecycle: str, version: str, running: str, waiting: str, rate: str, url: str) -> str:
-    counts = f"{version:>8}{running:>9}{waiting:>9}{rate:>10}"
-    return f"{name:<12}{type:<10}{lifecycle:<10}{counts}  {url}".rstrip()

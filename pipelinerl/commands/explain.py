@@ -64,11 +64,6 @@ class OfRun:
     step: int
     group: int | None = None
 
-    @property
-    def recipe(self) -> Path:
-        """The recipe in the run's directory."""
-        return self.run_dir / "recipe.toml"
-
 
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
@@ -256,7 +251,7 @@ def _factors(
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
     """Return the step's rollouts with their tokens as text, the groups to show, and a table of its optimizer steps."""
-    config = recipes.load(str(of_run.recipe))
+    config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:
         raise UserError(

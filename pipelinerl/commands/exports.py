@@ -26,7 +26,7 @@ from pipelinerl.numerics.causes import Cause
 from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, advise, review
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.events import EventFollower
-from pipelinerl.observability.run_history import RunHistory, tell
+from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.timeline.chrome_trace import ChromeTrace, write_trace
 from pipelinerl.observability.trackers.tracker import TensorBoardTracker, TrackerFeed, missing_package
 
@@ -86,7 +86,10 @@ def track_run(run_dir: Path, directory: Path) -> str:
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
     """Print a run's mismatch and draw `mismatch.png` into its directory; raise `UserError` if no step was measured."""
-    history = _history(run_dir)
+    events = recorded_events(run_dir)
+    if not events:
+        raise UserError(f"{run_dir} has no events yet; is the run starting?")
+    history = tell(events)
     reviewed = review(history)
     if reviewed is None:
         raise UserError(
@@ -107,13 +110,6 @@ def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
     if not advice:
         console.print("\n[bold]nothing to do[/]: all figures are within the accepted range", highlight=False)
     console.print(f"\npicture {picture}", highlight=False, soft_wrap=True)
-
-
-def _history(run_dir: Path) -> RunHistory:
-    events = recorded_events(run_dir)
-    if not events:
-        raise UserError(f"{run_dir} has no events yet; is the run starting?")
-    return tell(events)
 
 
 def _tables(reviewed: Review) -> Iterator[Table]:

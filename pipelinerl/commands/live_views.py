@@ -37,7 +37,7 @@ def watch(
     from pipelinerl.system.http_service import serve, url_of
     from pipelinerl.system.machine import outward_address
 
-    watched = watched_runs(runs)
+    watched = watched_runs(runs, read_only=read_only)
     shared = lasting_link(runs[0]) if share else SharedLink("")
     with _listening(host, port, shared.port) as bound:
         bound_host, taken = bound.getsockname()[:2]
@@ -45,9 +45,7 @@ def watch(
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
         # Browsers share cookies among a host's ports. With the port in its name, each server has a cookie of its own.
         cookie = f"pipelinerl_{taken}"
-        app = create_page(
-            watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key
-        )
+        app = create_page(watched, token=new_token(), links=links, cookie=cookie, share_key=shared.key)
         links.offer()
         if share:
             typer.echo(f"share at {address}/?share={shared.key}")
@@ -90,10 +88,10 @@ def top(run: Run) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
     from pipelinerl.commands.top.run_follower import RunFollower, source_of
-    from pipelinerl.commands.top.textual_app import show
+    from pipelinerl.commands.top.textual_app import TopApp
 
     follower = RunFollower(source_of(run))
     try:
-        show(follower)
+        TopApp(follower).run(mouse=False)
     finally:
         follower.close()

@@ -71,9 +71,10 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
     if not rows:
         raise UserError(f"{data} has no rows; each row needs a prompt and an answer")
     prompt = _chosen("prompt", prompt_field, _PROMPTS, rows, data)
+    is_conversation = prompt == "messages"
     fields = FieldMap(
-        prompt_field="" if _is_conversation(prompt) else prompt,
-        messages_field=prompt if _is_conversation(prompt) else "",
+        prompt_field="" if is_conversation else prompt,
+        messages_field=prompt if is_conversation else "",
         answer_field=_chosen("answer", answer_field, _ANSWERS, rows, data),
     )
     lengths, held_out = _lengths(model, fields, rows, data), _held_out(fields, data)
@@ -105,10 +106,6 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
     if field is None:
         raise UserError(f"no field of {data} looks like the {what}; set --{what}-field to one of {', '.join(there)}")
     return field
-
-
-def _is_conversation(prompt: str) -> bool:
-    return prompt == "messages"
 
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:

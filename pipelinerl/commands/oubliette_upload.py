@@ -1,8 +1,8 @@
 """`pipelinerl oubliette upload`: move the tests of a data set into a repository and replace them by links.
 
-A row's tests may have any layout that `code_problem.py` reads. They are stored in a `ContentStore`, which also compiles
-the row's checker; the row then has links in `tests` and `checker`. Inputs and answers that are about as short as a link
-stay in the row.
+A row's tests may have any layout that `code_problem.py` reads. They are stored in a folder or by a sandbox service,
+which also compiles the row's checker; the row then has links in `tests` and `checker`. Inputs and answers that are
+about as short as a link stay in the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import orjson
 
@@ -35,27 +35,11 @@ _SHORT: Final = 96
 _AT_ONCE: Final = 8
 
 
-class ContentStore(Protocol):
-    """Storage of test inputs and answers (contents) by link: a folder of this machine, or a sandbox service."""
-
-    async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links whose contents are not stored yet."""
-        ...
-
-    async def upload(self, data: bytes) -> Link:
-        """Store a content and return its link."""
-        ...
-
-    async def compile_checker(self, checker: CustomChecker) -> Link:
-        """Compile a checker, store it and return its link; raise `CheckerFailed` if it does not compile."""
-        ...
-
-
 @final
 class RowLinker:
     """Stores the contents of rows, each content once; `contents` and `num_bytes` count the contents sent so far."""
 
-    def __init__(self, store: ContentStore) -> None:
+    def __init__(self, store: RepositoryFolder | RemoteRunner) -> None:
         self._store = store
         self._there: set[Link] = set()
         self._room = asyncio.Semaphore(_AT_ONCE)
@@ -179,9 +163,9 @@ def _rows_of(file: Path) -> DataRows:
     return ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
 
 
-async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
+async def _store(rules: CodeRules, stack: AsyncExitStack) -> RepositoryFolder | RemoteRunner:
     if not rules.url:
-        folder = _Folder(PersistentRepository(Path(rules.repository)), rules)
+        folder = RepositoryFolder(PersistentRepository(Path(rules.repository)), rules)
         stack.push_async_callback(folder.close)
         return folder
     runner = await open_runner(rules, at_once=1)
@@ -191,8 +175,8 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
 
 
 @final
-class _Folder:
-    """`ContentStore` on this machine; opens the sandbox only when it compiles the first checker."""
+class RepositoryFolder:
+    """A repository on this machine; opens the sandbox only when it compiles the first checker."""
 
     def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
         self._repository = repository
@@ -201,12 +185,15 @@ class _Folder:
         self._opening = asyncio.Lock()
 
     async def missing(self, links: list[Link]) -> set[Link]:
+        """Return the links whose contents are not stored yet."""
         return {link for link in links if link not in self._repository}
 
     async def upload(self, data: bytes) -> Link:
+        """Store a content and return its link."""
         return await asyncio.to_thread(self._repository.put, data)
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
+        """Compile a checker, store it and return its link; raise `CheckerFailed` if it does not compile."""
         async with self._opening:
             if self._runner is None:
                 sandbox = await asyncio.to_thread(probe.opened, self._rules.tier, at_once=1)
@@ -214,5 +201,6 @@ class _Folder:
         return self._repository.put(await self._runner.checker(checker))
 
     async def close(self) -> None:
+        """Close the sandbox if it was opened."""
         if self._runner is not None:
             await self._runner.close()

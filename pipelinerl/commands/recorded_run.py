@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -136,17 +135,6 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
             yield server.url
 
 
-@dataclass(frozen=True, slots=True)
-class TriedDecision:
-    """A decision of the rule that scales the number of engines, `elapsed_s` after the run's start, in step `step`."""
-
-    elapsed_s: float
-    step: int
-    engines: int
-    wanted: int
-    why: str
-
-
 def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a line for each decision that the recipe's `elastic` section, with `overrides`, would have caused.
 
@@ -158,18 +146,17 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
     rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
-    trials = list(tried_decisions(events, rule, least=least, most=most))
-    for each in trials:
-        yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
-    if trials:
+    decisions = list(_decisions(events, rule, least=least, most=most))
+    yield from decisions
+    if decisions:
         yield "only the first decision is reliable: it would have changed all later figures"
     else:
         agreeing = f"{rule.patience} intervals of {rule.interval_s:g} s in a row agree"
         yield f"no decision in {len(events)} events: no {agreeing}"
 
 
-def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """Yield the decisions that `rule` would have made on a run's events; the number of engines stays as recorded."""
+def _decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[str]:
+    """Yield a line for each decision that `rule` would have made; the number of engines stays as recorded."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))
@@ -188,8 +175,10 @@ def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, m
                 figures = memory.end_interval(now=now, interval_s=rule.interval_s)
                 if figures is None:
                     continue
-                want = next_change(rule, memory, figures, engines=len(serving), now=now)
-                wanted = len(serving) + want.value
+                engines = len(serving)
+                want = next_change(rule, memory, figures, engines=engines, now=now)
+                wanted = engines + want.value
                 if want is not Want.SAME and least <= wanted <= most:
                     note_change(memory, now=now)
-                    yield TriedDecision(now, step, len(serving), wanted, in_words(want, figures))
+                    why = in_words(want, figures)
+                    yield f"{now:9.0f} s  step {step:6d}  {engines} → {wanted} engines: {why}"

@@ -76,14 +76,14 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
             replayed.append(each)
             console.print(f"step {each.recorded.version}: {_verdict(each)}", highlight=False)
         if other is not None:
-            _print_instead(replay.instead(steps[step], other), str(objective), console)
+            console.print(_table(replay.instead(steps[step], other), str(objective)))
     except RecordError as error:
         raise UserError(str(error)) from None
     finally:
         close_workers(workers)
     same = not any(each.differences for each in replayed)
     if not objective:
-        _print_step(replayed[-1], console)
+        console.print(_table(replayed[-1], "replayed"))
     return same
 
 
@@ -122,17 +122,9 @@ def _verdict(replayed: ReplayedStep) -> str:
     return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in replayed.differences.items())
 
 
-def _print_step(replayed: ReplayedStep, console: Console) -> None:
-    _table(replayed, ("recorded", "replayed"), console)
-
-
-def _print_instead(replayed: ReplayedStep, objective: str, console: Console) -> None:
-    _table(replayed, ("recorded", objective), console)
-
-
-def _table(replayed: ReplayedStep, headings: tuple[str, str], console: Console) -> None:
-    table = Table("figure", *headings, title=f"step {replayed.recorded.version}")
+def _table(replayed: ReplayedStep, heading: str) -> Table:
+    table = Table("figure", "recorded", heading, title=f"step {replayed.recorded.version}")
     for name in (*COMPARED, *_MORE):
         values = (replayed.recorded.figures.get(name), replayed.figures.get(name))
         table.add_row(name, *("" if value is None else f"{value:.9g}" for value in values))
-    console.print(table)
+    return table

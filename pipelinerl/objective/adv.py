@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import ClassVar, Final, Protocol, final
 
 import numpy as np
 
@@ -83,15 +83,12 @@ class GroupRelative:
     of all rollouts in the group. With a mean as baseline, a turn that only one rollout has reached has advantage 0.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+
     baseline: Baseline = Baseline.MEAN
     scale: Scale = Scale.STD
     epsilon: float = 1e-6
     credit: Credit = Credit.EPISODE
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
 
     @property
     def formula(self) -> str:
@@ -154,15 +151,12 @@ class GroupFiltered:
     judged rollouts of the group that `metric` ranks first, or all if there are fewer. Ties go to the earlier rollout.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+
     keep: int = 8
     metric: Metric = Metric.SHORTEST
     epsilon: float = 1e-6
     credit: Credit = Credit.EPISODE
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
 
     @property
     def formula(self) -> str:
@@ -194,12 +188,9 @@ class Decoupled:
     from this part's mean and deviation. With a single part, the result is GRPO's advantage, normalised over the batch.
     """
 
-    epsilon: float = 1e-6
+    needs: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
+    epsilon: float = 1e-6
 
     @property
     def formula(self) -> str:
@@ -224,12 +215,9 @@ class Decoupled:
 class Constant:
     """The same advantage for every token: 1 for imitation, 0 for distillation by the regularizer's gradient alone."""
 
-    value: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
+    value: float = 1.0
 
     @property
     def formula(self) -> str:
@@ -342,12 +330,9 @@ class RoleBaseline:
     of the role's turns; the role of the last turn also gets the remainder R_i − Σ (rewards of turns).
     """
 
-    decay: float = 0.95
+    needs: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
+    decay: float = 0.95
 
     @property
     def formula(self) -> str:
@@ -393,15 +378,12 @@ class CovarianceClipped:
     `covariances` lie between `low` and `high`. The draw depends only on the batch.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+
     share: float = 2e-4
     low: float = 1.0
     high: float = 5.0
     epsilon: float = 1e-6
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The column `old_logprobs`."""
-        return frozenset({"old_logprobs"})
 
     @property
     def formula(self) -> str:

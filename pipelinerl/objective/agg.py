@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import ClassVar, Final, Protocol, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.errors import UserError
-
-Ints = NDArray[np.integer]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
+from pipelinerl.objective.reward import Bools, Floats, Ints
 
 
 class Length(StrEnum):
@@ -52,10 +48,7 @@ class Aggregation(Protocol):
 class Trajectory:
     """1 / (Q·G·|o_i|): equal weight for groups, for rollouts in a group, for tokens in a rollout. GRPO, Eq. 3."""
 
-    @property
-    def formula(self) -> str:
-        """Formula of the token weight as text."""
-        return "1/(Q·G·|o_i|)"
+    formula: ClassVar = "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Return the weight [B] of each sampled token of each rollout."""
@@ -69,10 +62,7 @@ class Trajectory:
 class Group:
     """1 / (Q·Σ_group |o|): equal weight for groups, and for tokens within a group. DAPO, as RLAX interprets it."""
 
-    @property
-    def formula(self) -> str:
-        """Formula of the token weight as text."""
-        return "1/(Q·Σ_g |o|)"
+    formula: ClassVar = "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Return the weight [B] of each sampled token of each rollout."""
@@ -86,10 +76,7 @@ class Group:
 class Batch:
     """1 / Σ_batch |o|: equal weight for every token of the batch."""
 
-    @property
-    def formula(self) -> str:
-        """Formula of the token weight as text."""
-        return "1/Σ_batch |o|"
+    formula: ClassVar = "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Return the weight [B] of each sampled token of each rollout."""

@@ -67,7 +67,6 @@ class Preset:
 
 
 _MEAN: Final = GroupRelative(scale=Scale.NONE)
-_OLD_OVER_BEHAVIOR: Final = TokenRatio(numerator=Policy.OLD)
 
 
 def _slots(
@@ -213,7 +212,7 @@ _TIS: Final[Mapping[str, Preset]] = {
         "Needs recomputed log-probs. is_weight.high is C.",
     ),
     "ppo_vanilla_is": Preset(
-        _slots(Trajectory(), _OLD_OVER_BEHAVIOR, GroupRelative(), ClippedRatio(over=Policy.OLD)),
+        _slots(Trajectory(), TokenRatio(numerator=Policy.OLD), GroupRelative(), ClippedRatio(over=Policy.OLD)),
         "Yao et al. 2025, ablation: Vanilla-IS, the ratio π_old/μ without bound",
         "Needs recomputed log-probs.",
     ),

@@ -8,7 +8,6 @@ from typing import final
 
 from pipelinerl.objective.adv import (
     GAE,
-    Advantage,
     Baseline,
     Constant,
     CovarianceClipped,
@@ -129,30 +128,27 @@ class Setting:
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     """Yield a sentence for each slot that cannot work as intended in this run, beginning with the slot's name."""
+    adv = objective.adv
     for key, size in setting.group_sizes.items():
-        yield from _without_effect_in_groups(objective.adv, key, size)
-
-
-def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
-    if isinstance(adv, GroupFiltered) and adv.keep >= size:
-        yield (
-            f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
-            "kept, and nothing is filtered"
-        )
-    if isinstance(adv, CovarianceClipped) and size == 1:
-        yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
-    if isinstance(adv, GroupRelative) and size == 1:
-        if adv.baseline is not Baseline.NONE:
+        if isinstance(adv, GroupFiltered) and adv.keep >= size:
             yield (
-                f"adv.baseline {adv.baseline} needs groups, and {key} is 1: every advantage would be 0; "
-                'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
+                f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
+                "kept, and nothing is filtered"
             )
-        elif adv.scale in (Scale.STD, Scale.MEAN):
-            quotient = "the deviation of one reward is 0" if adv.scale is Scale.STD else "a reward over itself is 1"
-            yield (
-                f"adv.scale {adv.scale} needs groups, and {key} is 1: {quotient}; raise it, "
-                'or take adv.scale = "batch" or "none"'
-            )
+        if isinstance(adv, CovarianceClipped) and size == 1:
+            yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
+        if isinstance(adv, GroupRelative) and size == 1:
+            if adv.baseline is not Baseline.NONE:
+                yield (
+                    f"adv.baseline {adv.baseline} needs groups, and {key} is 1: every advantage would be 0; "
+                    'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
+                )
+            elif adv.scale in (Scale.STD, Scale.MEAN):
+                quotient = "the deviation of one reward is 0" if adv.scale is Scale.STD else "a reward over itself is 1"
+                yield (
+                    f"adv.scale {adv.scale} needs groups, and {key} is 1: {quotient}; raise it, "
+                    'or take adv.scale = "batch" or "none"'
+                )
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:

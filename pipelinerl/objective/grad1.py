@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import ClassVar, Final, Protocol, final
 
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
@@ -59,20 +59,9 @@ class PolicyTerm(Protocol):
 class LogProb:
     """log π_θ: the policy term of REINFORCE, CISPO and PipelineRL."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
-
-    @property
-    def formula(self) -> str:
-        """Formula of the policy term as text."""
-        return "log π_θ(o_t)"
-
-    @property
-    def level(self) -> Level:
-        """`Level.TOKEN`, because each token has its own value."""
-        return Level.TOKEN
+    needs: ClassVar[frozenset[str]] = frozenset()
+    formula: ClassVar = "log π_θ(o_t)"
+    level: ClassVar = Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
         """Return log π_θ, [T]."""
@@ -84,7 +73,7 @@ class LogProb:
 
     def clipped(self, tokens: Tokens) -> Array:
         """Return False everywhere: nothing is clipped."""
-        return ~tokens.inside & tokens.inside
+        return tokens.xp.zeros_like(tokens.inside)
 
 
 @final
@@ -99,6 +88,8 @@ class ClippedRatio:
     If `max_drift` is finite, M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds `max_drift`. This
     is the off-policy sequence mask of DeepSeek-V3.2 (2025, §3.1).
     """
+
+    level: ClassVar = Level.TOKEN
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -117,11 +108,6 @@ class ClippedRatio:
         if self.max_drift < math.inf:
             mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
-
-    @property
-    def level(self) -> Level:
-        """`Level.TOKEN`, because each token has its own ratio."""
-        return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
         """Return the ratio, 0 where clipped: M·r, [T]."""
@@ -153,6 +139,8 @@ class DivergenceRatio:
     variation distance between the two policies if all other tokens are merged into one outcome.
     """
 
+    level: ClassVar = Level.TOKEN
+
     delta_low: float = 0.15
     delta_high: float = 0.15
     over: Policy = Policy.BEHAVIOR
@@ -168,11 +156,6 @@ class DivergenceRatio:
         change = f"π_θ − {SYMBOLS[self.over]}"
         mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
-
-    @property
-    def level(self) -> Level:
-        """`Level.TOKEN`, because each token has its own ratio."""
-        return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
         """Return the ratio, 0 where clipped: M·r, [T]."""
@@ -200,6 +183,8 @@ class QuadraticRatio:
     the advantage pushes r, and changes sign beyond that bound.
     """
 
+    level: ClassVar = Level.TOKEN
+
     epsilon: float = 0.2
     over: Policy = Policy.BEHAVIOR
 
@@ -213,11 +198,6 @@ class QuadraticRatio:
         """Formula of the policy term as text."""
         return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
 
-    @property
-    def level(self) -> Level:
-        """`Level.TOKEN`, because each token has its own ratio."""
-        return Level.TOKEN
-
     def value(self, tokens: Tokens) -> Array:
         """Return the penalised ratio, [T]; an overflowing ratio makes it infinite, not NaN."""
         ratio, sign = self._ratio(tokens)
@@ -230,7 +210,7 @@ class QuadraticRatio:
 
     def clipped(self, tokens: Tokens) -> Array:
         """Return False everywhere: nothing is clipped."""
-        return ~tokens.inside & tokens.inside
+        return tokens.xp.zeros_like(tokens.inside)
 
     def _ratio(self, tokens: Tokens) -> tuple[Array, Array]:
         return tokens.ratio(Policy.CURRENT, self.over), tokens.xp.sign(tokens.advantages)
@@ -243,6 +223,8 @@ class SoftGate:
 
     τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the derivative in r is 1, as for the plain ratio.
     """
+
+    level: ClassVar = Level.TOKEN
 
     positive: float = 1.0
     negative: float = 1.05
@@ -259,11 +241,6 @@ class SoftGate:
         gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
         return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
 
-    @property
-    def level(self) -> Level:
-        """`Level.TOKEN`, because each token has its own ratio."""
-        return Level.TOKEN
-
     def value(self, tokens: Tokens) -> Array:
         """Return the gated ratio (4/τ)·σ(τ·(r − 1)), [T]."""
         _, tau, gate = self._gate(tokens)
@@ -276,7 +253,7 @@ class SoftGate:
 
     def clipped(self, tokens: Tokens) -> Array:
         """Return False everywhere: nothing is clipped."""
-        return ~tokens.inside & tokens.inside
+        return tokens.xp.zeros_like(tokens.inside)
 
     def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
         """Return r, τ and σ(τ·(r − 1)); log r is clipped at `_FLAT`, where the sigmoid has long been constant."""
@@ -294,6 +271,8 @@ class SequenceRatio:
     The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask for s.
     """
 
+    level: ClassVar = Level.SEQUENCE
+
     epsilon_low: float = 3e-4
     epsilon_high: float = 4e-4
     over: Policy = Policy.BEHAVIOR
@@ -308,11 +287,6 @@ class SequenceRatio:
         """Formula of the policy term as text."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
-
-    @property
-    def level(self) -> Level:
-        """`Level.SEQUENCE`, because all tokens of a rollout share one ratio."""
-        return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
         """Return the rollout's ratio, 0 where clipped: M·s, [T]."""
@@ -340,6 +314,8 @@ class GeometricRatio:
     −epsilon_low where A < 0 (bounds of log r, not of r). A token's gradient is value/|o_i|, or 0 if it is clipped.
     """
 
+    level: ClassVar = Level.SEQUENCE
+
     epsilon_low: float = 0.4
     epsilon_high: float = 0.4
     over: Policy = Policy.BEHAVIOR
@@ -355,11 +331,6 @@ class GeometricRatio:
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"
-
-    @property
-    def level(self) -> Level:
-        """`Level.SEQUENCE`, because all tokens of a rollout share one value."""
-        return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
         """Return the geometric mean of the rollout's clipped ratios, [T]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol, final, runtime_checkable
+from typing import ClassVar, Final, Protocol, final
 
 import numpy as np
 
@@ -38,34 +38,13 @@ class Regularizer(Protocol):
         ...
 
 
-@runtime_checkable
-class DistributionTerm(Protocol):
-    """Additional interface of a `Regularizer` that reads a measure of the whole distribution at each token."""
-
-    @property
-    def measure(self) -> HeadMeasure:
-        """The measure that this term reads; it is also in `needs`."""
-        ...
-
-    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]."""
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class NoRegularizer:
     """No regularisation: the term is 0."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
-
-    @property
-    def formula(self) -> str:
-        """Formula of the regularizer as text."""
-        return "0"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    formula: ClassVar = "0"
 
     def value(self, tokens: Tokens) -> Array:
         """Return zeros, [T]."""
@@ -155,6 +134,10 @@ class KLPenalty:
         return self.beta if factors is None else self.beta * tokens.blanked(factors)
 
 
+#: Name of the column in which `CovariancePenalty` marks the tokens to penalise.
+CHOSEN: Final = "kl_coefficients"
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class CovariancePenalty:
@@ -165,13 +148,10 @@ class CovariancePenalty:
     gradient is 0 where π_θ = π_old.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs", CHOSEN})
+
     beta: float = 1.0
     share: float = 2e-3
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The old log-probs, and the column of penalised tokens."""
-        return frozenset({"old_logprobs", CHOSEN})
 
     @property
     def formula(self) -> str:
@@ -197,10 +177,6 @@ class CovariancePenalty:
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-#: Name of the column in which `CovariancePenalty` marks the tokens to penalise.
-CHOSEN: Final = "kl_coefficients"
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
@@ -210,12 +186,9 @@ class EntropyBonus:
     tokens or with importance weights. The more obvious value −log π_θ has an expected gradient of 0.
     """
 
-    beta: float = 0.001
+    needs: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
+    beta: float = 0.001
 
     @property
     def formula(self) -> str:
@@ -237,12 +210,9 @@ class EntropyBonus:
 class ExactEntropy:
     """beta·H(π_θ(·|s_t)) over the whole vocabulary; `EntropyBonus` estimates it from the sampled token alone."""
 
-    beta: float = 0.001
+    measure: ClassVar = HeadMeasure.ENTROPY
 
-    @property
-    def measure(self) -> HeadMeasure:
-        """The entropy."""
-        return HeadMeasure.ENTROPY
+    beta: float = 0.001
 
     @property
     def needs(self) -> frozenset[str]:
@@ -263,7 +233,7 @@ class ExactEntropy:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
         return self.beta * cotangent
 
 
@@ -276,12 +246,9 @@ class LogBarrier:
     probability goes to 0. The mean over the batch's tokens replaces the paper's mean over states, 1/|S| Σ_s.
     """
 
-    beta: float = 0.001
+    measure: ClassVar = HeadMeasure.MEAN_LOGPROB
 
-    @property
-    def measure(self) -> HeadMeasure:
-        """The mean log-prob."""
-        return HeadMeasure.MEAN_LOGPROB
+    beta: float = 0.001
 
     @property
     def needs(self) -> frozenset[str]:
@@ -302,9 +269,12 @@ class LogBarrier:
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return beta times the cotangent."""
+        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]: beta times the cotangent."""
         return self.beta * cotangent
 
+
+#: Regularizers that read a measure of the whole distribution at each token; the measure is also in `needs`.
+DistributionTerm = ExactEntropy | LogBarrier
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
     "none": NoRegularizer,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import ClassVar, Final, Protocol, final
 
 from pipelinerl.arrays import Array
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
@@ -39,15 +39,8 @@ class ImportanceWeight(Protocol):
 class Unweighted:
     """Weight 1 for every token: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The empty set: no optional column is read."""
-        return frozenset()
-
-    @property
-    def formula(self) -> str:
-        """Formula of the weight as text."""
-        return "1"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    formula: ClassVar = "1"
 
     def weight(self, tokens: Tokens) -> Array:
         """Return ones, [T]."""
@@ -55,7 +48,7 @@ class Unweighted:
 
     def truncated(self, tokens: Tokens) -> Array:
         """Return False everywhere: no weight is truncated."""
-        return ~tokens.inside & tokens.inside
+        return tokens.xp.zeros_like(tokens.inside)
 
 
 class Outside(StrEnum):
@@ -225,7 +218,7 @@ class GammaWeight:
 
     def truncated(self, tokens: Tokens) -> Array:
         """Return False everywhere: no weight is truncated."""
-        return ~tokens.inside & tokens.inside
+        return tokens.xp.zeros_like(tokens.inside)
 
 
 KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {

@@ -40,8 +40,8 @@ class KLController:
 
 def kl_coefficient(objective: PolicyObjective) -> float | None:
     """Return β of the KL penalty to the reference or of the KL cost in the rewards; None if there is no KL term."""
-    if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
-        return objective.grad2.beta
+    if (penalty := _penalty(objective)) is not None:
+        return penalty.beta
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
         return objective.adv.kl
     return None
@@ -49,8 +49,8 @@ def kl_coefficient(objective: PolicyObjective) -> float | None:
 
 def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObjective:
     """Return the objective with `beta` in place of its KL coefficient. Raises ValueError if it has no KL term."""
-    if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
-        return dataclasses.replace(objective, grad2=dataclasses.replace(objective.grad2, beta=beta))
+    if (penalty := _penalty(objective)) is not None:
+        return dataclasses.replace(objective, grad2=dataclasses.replace(penalty, beta=beta))
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
         return dataclasses.replace(objective, adv=dataclasses.replace(objective.adv, kl=beta))
     raise ValueError(
@@ -74,9 +74,11 @@ def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
     beta = kl_coefficient(objective)
     if beta is None:
         return KLCoefficientColumn(objective, None)
-    read = isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2)
+    read = _penalty(objective) is not None
     return KLCoefficientColumn(with_kl_coefficient(objective, 1.0), beta if read else None)
 
 
-def _is_controlled(penalty: KLPenalty) -> bool:
-    return bool(penalty.beta) and penalty.to is Policy.REFERENCE
+def _penalty(objective: PolicyObjective) -> KLPenalty | None:
+    """Return `grad2` if it is a KL penalty to the reference."""
+    grad2 = objective.grad2
+    return grad2 if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to is Policy.REFERENCE else None

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from pipelinerl.arrays import Array, namespace
+from pipelinerl.arrays import Array, namespace, stop_gradient
 from pipelinerl.errors import UserError
 from pipelinerl.objective.explain import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
@@ -107,7 +107,7 @@ def policy_loss(
         "num_segments": num_rollouts,
     }
     current = logprobs.reshape(-1)
-    gradient = chosen.prediction_gradient(_detached(current), table)
+    gradient = chosen.prediction_gradient(stop_gradient(current), table)
     return PolicyLoss(chosen.evaluate(current, table), gradient.reshape(inside.shape), advantages, weights)
 
 
@@ -164,10 +164,6 @@ def _per_rollout(name: str, values: Any, num_rollouts: int) -> np.ndarray:
 
 def _host(array: Any) -> np.ndarray:
     return np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
-
-
-def _detached(array: Array) -> Array:
-    return array.detach() if hasattr(array, "detach") else array
 
 
 def _like(logprobs: Array, array: Any, *, exact: bool = False) -> Array:

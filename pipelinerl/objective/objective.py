@@ -69,7 +69,7 @@ class PolicyObjective:
     @property
     def zero_advantage_is_idle(self) -> bool:
         """True if a token with advantage 0 has no gradient, so that its forward and backward can be skipped."""
-        return self._is_free
+        return isinstance(self.grad2, NoRegularizer)
 
     @property
     def reads_whole_rollouts(self) -> bool:
@@ -83,7 +83,7 @@ class PolicyObjective:
         outer = self._outer(tokens)
         steer, term = self._steered(tokens, outer)
         steered = (steer * term).sum()
-        if self._is_free:
+        if self.zero_advantage_is_idle:
             return -steered
         return -(steered + (outer * self.grad2.value(tokens.counting(outer))).sum())
 
@@ -93,7 +93,9 @@ class PolicyObjective:
         outer = self._outer(tokens)
         steer, _ = self._steered(tokens, outer)
         steered = self.grad1.pullback(tokens.counting(steer), steer)
-        return -steered if self._is_free else -(steered + self.grad2.pullback(tokens.counting(outer), outer))
+        if self.zero_advantage_is_idle:
+            return -steered
+        return -(steered + self.grad2.pullback(tokens.counting(outer), outer))
 
     def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
         """Return d loss / d measure, [T], in closed form, for the measure that `grad2` reads, if any."""
@@ -101,10 +103,6 @@ class PolicyObjective:
             return {}
         tokens = Tokens.of(logprobs, columns)
         return {self.grad2.measure: -self.grad2.measure_pullback(tokens, self._outer(tokens))}
-
-    @property
-    def _is_free(self) -> bool:
-        return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
         """Return two arrays [T], agg · is_weight · adv and grad1. Where grad1 is 0, an infinite product becomes 0."""

@@ -52,13 +52,9 @@ def resolve(
     objective = dataclasses.replace(base, **changes)
     for sentence in contradictions(objective):
         raise RecipeError(f"{path}.{sentence}")
-    return objective if max_tokens is None else _with_length(objective, max_tokens)
-
-
-def _with_length(objective: PolicyObjective, max_tokens: int) -> PolicyObjective:
-    if not (isinstance(objective.agg, agg.Sequences) and objective.agg.length is agg.Length.MAX_TOKENS):
-        return objective
-    return dataclasses.replace(objective, agg=agg.Sequences(length=float(max_tokens)))
+    if max_tokens is not None and objective.agg == agg.Sequences(length=agg.Length.MAX_TOKENS):
+        return dataclasses.replace(objective, agg=agg.Sequences(length=float(max_tokens)))
+    return objective
 
 
 def preset_of(choice: str | Mapping[str, Any]) -> Any:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.agg import Aggregation, Bools, Ints
+from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import Bools, Ints
 from pipelinerl.objective.tokens import column_of
 from trainer_contract.types import Columns, HeadMeasure, MicroBatch
 

@@ -161,11 +161,8 @@ class Tokens:
 
     def rollout_mean(self, amounts: Array) -> Array:
         """Return the mean of `amounts` [T], 0 outside the mask, over the sampled tokens of each rollout, [T]."""
-        return self.rollout_total(amounts) / self.rollout_length()
-
-    def rollout_length(self) -> Array:
-        """Return the number of sampled tokens of each token's rollout, at least 1, [T]."""
-        return self.xp.clip(self.rollout_total(self.mask), 1.0, None)
+        lengths = self.rollout_total(self.mask)
+        return self.rollout_total(amounts) / self.xp.clip(lengths, 1.0, None)
 
     def _of(self, policy: Policy) -> Array:
         return self.logprobs if policy is Policy.CURRENT else self.column(_COLUMNS[policy])

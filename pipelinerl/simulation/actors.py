@@ -100,13 +100,11 @@ class SimulatedActors:
     _free_at: list[float] = field(default_factory=list)
     _verifiers: list[float] = field(default_factory=list)
     _outstanding: list[int] = field(default_factory=list)
-    _least: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._free_at = [0.0] * self.count
         self._verifiers = [0.0] * (self.times.verifiers or 0)
         self._outstanding = [0] * self.engines
-        self._least = [(0, engine) for engine in range(self.engines)]
 
     def order(self, group: SimulatedGroup) -> None:
         """Add an order for a prompt to the stream of orders."""
@@ -142,8 +140,8 @@ class SimulatedActors:
         self.agenda.at(self._worked(group, self.times.request_s * group.left), self._send, group)
 
     def _send(self, group: SimulatedGroup) -> None:
-        group.place = self._pick()
-        self._count(group.place, group.size)
+        group.place = self._outstanding.index(min(self._outstanding))
+        self._outstanding[group.place] += group.size
         self.sample(group)
 
     def _judge(self, group: SimulatedGroup) -> None:
@@ -162,17 +160,6 @@ class SimulatedActors:
         self._free_at[actor] = max(self.agenda.now, self._free_at[actor]) + seconds
         return self._free_at[actor]
 
-    def _pick(self) -> int:
-        while True:
-            outstanding, engine = self._least[0]
-            if outstanding == self._outstanding[engine]:
-                return engine
-            heapq.heappop(self._least)
-
     def _let_go(self, group: SimulatedGroup) -> None:
-        self._count(group.place, -group.size)
+        self._outstanding[group.place] -= group.size
         group.place = -1
-
-    def _count(self, engine: int, answers: int) -> None:
-        self._outstanding[engine] += answers
-        heapq.heappush(self._least, (self._outstanding[engine], engine))

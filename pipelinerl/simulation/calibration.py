@@ -45,6 +45,8 @@ _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
 #: Number of trainer steps in each run that calibration simulates.
 _TRIED_STEPS: Final = 40
+#: Counters of an engine's work in `engines` events, in the order of the fields of `EngineTimes`.
+_WORK: Final = ("decode_steps", "row_steps", "prompt_tokens")
 #: Transit time of orders for prompts and of rollout groups through the streams, in seconds.
 _TRANSIT_S: Final = 0.002
 
@@ -75,16 +77,15 @@ def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
 
 
 def _engine_times(events: Sequence[Event]) -> EngineTimes:
-    names = ("decode_steps", "row_steps", "prompt_tokens")
     looks = [event for event in events if event["kind"] == "engines" and "busy_s" in event]
     rows, busy = [], []
     for before, after in pairwise(looks):
-        change = [float(after[name]) - float(before[name]) for name in names]
+        change = [float(after[name]) - float(before[name]) for name in _WORK]
         seconds = float(after["busy_s"]) - float(before["busy_s"])
         if seconds > 0 and change[0] > 0 and min(change) >= 0:
             rows.append(change)
             busy.append(seconds)
-    if len(rows) < len(names):
+    if len(rows) < len(_WORK):
         raise UserError(
             "the run's engines events lack busy seconds (busy_s): its engine does not count them, "
             "or the run is too short; give a hardware table with --hardware"
@@ -166,12 +167,8 @@ def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardwar
 def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
     looks = [event for event in events if event["kind"] == "engines" and "busy_s" in event]
     first, last = looks[0], looks[-1]
-    change = {name: float(last[name]) - float(first[name]) for name in ("decode_steps", "row_steps", "prompt_tokens")}
-    return (
-        times.step_s * change["decode_steps"]
-        + times.row_s * change["row_steps"]
-        + times.prompt_token_s * change["prompt_tokens"]
-    )
+    steps, rows, prompt_tokens = (float(last[name]) - float(first[name]) for name in _WORK)
+    return times.step_s * steps + times.row_s * rows + times.prompt_token_s * prompt_tokens
 
 
 def _nonnegative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
@@ -203,7 +200,7 @@ DRAWS: Final = 5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A run's measured means over the counted steps; fields are named as in `Prediction`, and `tokens` include prompts.
+    """A run's measured means over the counted steps; fields are named as in `Prediction`.
 
     `compute_s` excludes the wait for a publication. `report_s` is the time between the end of a step and the next step.
     """
@@ -215,9 +212,6 @@ class Measured:
     staleness_mean: float
     discarded: float
     compute_s: float
-    tokens: float
-    sampled_tokens: float
-    rollouts: float
     report_s: float
 
     def errors(self, prediction: Prediction) -> Mapping[str, float]:
@@ -261,9 +255,6 @@ def measure(events: Sequence[Event]) -> Measured:
             staleness_mean=fmean(float(step["staleness_mean"]) for step in steps),
             discarded=stale / (stale + sum(sampled[1:])),
             compute_s=fmean(compute),
-            tokens=fmean(float(step["tokens"]) for step in steps),
-            sampled_tokens=fmean(sampled),
-            rollouts=fmean(float(step["rollouts"]) for step in steps),
             report_s=max(0.0, fmean(idle)),
         )
     except KeyError as error:

@@ -39,7 +39,7 @@ class SimulatedGroup:
     """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
     """Number of answers in the group that began with each version."""
-    heard: int = -1
+    polled_version: int = -1
     """The first version that the group's actor polled after requesting the group; −1 if none yet."""
     attempts: int = 0
 
@@ -161,7 +161,7 @@ class SimulatedEngine:
         if group.started < group.size:
             self._waiting.remove(group)
         if any(row[3] is group for row in self._rows):
-            self._book(now)
+            self.busy_s, self._seen = self.busy_until(now), now
             self._settle(now)
             self._rows = [row for row in self._rows if row[3] is not group]
             heapq.heapify(self._rows)
@@ -238,9 +238,6 @@ class SimulatedEngine:
         self._steps += steps
         self.decode_steps += steps
         self.row_steps += steps * len(self._rows)
-
-    def _book(self, now: float) -> None:
-        self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
         prompts = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 
@@ -77,11 +77,6 @@ class Contention:
     engine: float = 1.0
     trainer: float = 1.0
 
-    @property
-    def exists(self) -> bool:
-        """True if engine or trainer slows the other down."""
-        return self.engine > 1.0 or self.trainer > 1.0
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,4 +97,4 @@ class Hardware:
     update: UpdateTimes = UpdateTimes()
     control: ControlTimes = ControlTimes()
     contention: Contention = Contention()
-    prices: Prices = field(default_factory=Prices)
+    prices: Prices = Prices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -95,12 +96,10 @@ def cost(prices: Prices, *, engines: int, step_s: float, tokens_per_s: float) ->
 
 def staleness_of(steps: Sequence[SimulatedStep]) -> dict[int, float]:
     """Return the share of rollouts by age in versions, lowest age first."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for step in steps:
-        for age, rollouts in step.staleness.items():
-            counts[age] = counts.get(age, 0) + rollouts
-    total = sum(counts.values())
-    return {age: counts[age] / total for age in sorted(counts)} if total else {}
+        counts.update(step.staleness)
+    return {age: counts[age] / counts.total() for age in sorted(counts)}
 
 
 #: Settings slower than the fastest by at most this share count as equally fast.

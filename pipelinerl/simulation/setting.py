@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, final
@@ -64,11 +63,6 @@ _DRAWN_AT_ONCE: Final = 4096
 class LengthLaw(Protocol):
     """A distribution of tokens per answer, at least 1."""
 
-    @property
-    def mean(self) -> float:
-        """The mean, in tokens."""
-        ...
-
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw lengths [count]."""
         ...
@@ -80,11 +74,6 @@ class FixedLengths:
     """Every answer has the same length, `tokens`."""
 
     tokens: int
-
-    @property
-    def mean(self) -> float:
-        """The mean, in tokens."""
-        return float(self.tokens)
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Return equal lengths [count]."""
@@ -100,19 +89,10 @@ class HeavyTailedLengths:
     sigma: float
     most: int
 
-    @property
-    def mean(self) -> float:
-        """The mean of the truncated distribution, from 10,001 quantiles."""
-        levels = (np.arange(10_001) + 0.5) / 10_001
-        return float(self._at(_standard_normal(levels)).mean())
-
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw lengths [count], rounded up."""
-        return self._at(generator.standard_normal(count))
-
-    def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
         with np.errstate(over="ignore"):  # the next line clips an overflow to infinity
-            exact = np.ceil(self.median * np.exp(self.sigma * deviates))
+            exact = np.ceil(self.median * np.exp(self.sigma * generator.standard_normal(count)))
         return np.clip(exact, 1, self.most).astype(np.int64)
 
 
@@ -122,11 +102,6 @@ class ObservedLengths:
     """Answer lengths of a run, resampled with replacement."""
 
     tokens: tuple[int, ...]
-
-    @property
-    def mean(self) -> float:
-        """The mean of the observed lengths."""
-        return float(np.mean(self.tokens))
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw lengths [count]."""
@@ -146,13 +121,3 @@ def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
         return taken
 
     return take
-
-
-def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return standard normal quantiles at `levels`, by bisection of the error function: exact to 1e-9."""
-    low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
-    for _ in range(40):
-        middle = (low + high) / 2
-        below = 0.5 * (1 + np.array([math.erf(x / math.sqrt(2)) for x in middle])) < levels
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return (low + high) / 2

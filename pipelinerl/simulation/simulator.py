@@ -14,8 +14,9 @@ version counts as loaded once all engines have committed it. The result is a fun
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
 
 from pipelinerl import rng
@@ -28,7 +29,7 @@ from pipelinerl.simulation.prediction import FILLS, Account, Prediction, Simulat
 from pipelinerl.simulation.setting import SimulatedSetting, drawing
 
 #: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
-HEARS_S: Final = 0.5
+POLL_S: Final = 0.5
 
 
 @final
@@ -45,6 +46,8 @@ class _Counts:
     ended: int = 0
     ended_after: float = 0.0
     """Sum of the times from issue to end."""
+    ended_tokens: int = 0
+    stale_tokens: int = 0
 
     @property
     def in_flight(self) -> int:
@@ -62,11 +65,7 @@ class _Mark(NamedTuple):
     busy_s: float
     decode_steps: int
     row_steps: int
-    area: float
-    ended: int
-    ended_after: float
-    stale_tokens: int
-    ended_tokens: int
+    counts: _Counts
 
 
 def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
@@ -105,8 +104,8 @@ class _Run:
         self._left_over = 0
         # state of the simulated actors: groups that they requested since they last polled the version, and older groups
         # by the first version that they polled after requesting the group
-        self._asked: list[SimulatedGroup] = []
-        self._heard: dict[int, list[SimulatedGroup]] = {}
+        self._requested: list[SimulatedGroup] = []
+        self._by_polled_version: dict[int, list[SimulatedGroup]] = {}
         # state of the simulated trainer
         self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
         self._collects_since: float | None = 0.0
@@ -115,7 +114,6 @@ class _Run:
         self._made = self._publishing = self._to_commit = 0
         self._busy_engines = 0
         self._steps: list[SimulatedStep] = []
-        self._ended_tokens = self._stale_tokens = 0
         self._marked = self._mark()
 
     def to_its_end(self) -> None:
@@ -182,7 +180,7 @@ class _Run:
             waited=step.wait_s / max(step.compute_s + step.publish_wait_s, 1e-9),
             most=most / setting.rollouts_per_step,
         )
-        self._agenda.at(math.ceil(self._agenda.now / HEARS_S) * HEARS_S, self._give_up_outdated)
+        self._agenda.at(math.ceil(self._agenda.now / POLL_S) * POLL_S, self._give_up_outdated)
         due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
         self._issue()
         self._agenda.after(self._control.report_s / 2, self._directed, due)
@@ -197,8 +195,8 @@ class _Run:
     # --- actors and engines ----------------------------------------------------------------------------------------
 
     def _sample(self, group: SimulatedGroup) -> None:
-        group.heard = -1
-        self._asked.append(group)
+        group.polled_version = -1
+        self._requested.append(group)
         self._engines[group.place].submit(group)
         self._plan(group.place)
 
@@ -249,15 +247,15 @@ class _Run:
     def _give_up_outdated(self) -> None:
         """Cancel groups that have become too old to be trained on, as `Freshness` does in real actors."""
         # A group's version is the first one that its actor has polled after requesting the group.
-        asked, self._asked = self._asked, []
-        for group in asked:
-            group.heard = self._version
-        self._heard.setdefault(self._version, []).extend(asked)
+        requested, self._requested = self._requested, []
+        for group in requested:
+            group.polled_version = self._version
+        self._by_polled_version.setdefault(self._version, []).extend(requested)
         k = self._setting.bounds.k
-        for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
-            for group in self._heard.pop(version):
+        for version in [v for v in self._by_polled_version if not can_be_fresh(v, current=self._version, k=k)]:
+            for group in self._by_polled_version.pop(version):
                 # Skip groups that were requested again in the meantime.
-                if group.heard == version and group.left and group.place >= 0:
+                if group.polled_version == version and group.left and group.place >= 0:
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)
@@ -287,8 +285,8 @@ class _Run:
     def _dropped(self) -> list[SimulatedGroup]:
         dropped, self._groups.dropped = self._groups.dropped, []
         stale_tokens = sum(group.tokens for group in dropped)
-        self._stale_tokens += stale_tokens
-        self._ended_tokens += stale_tokens
+        self._counts.stale_tokens += stale_tokens
+        self._counts.ended_tokens += stale_tokens
         return dropped
 
     def _computed(self) -> None:
@@ -301,22 +299,20 @@ class _Run:
         now, computed = self._agenda.now, self._held_since or 0.0
         self._held_since = None
         self._made += 1
-        ages: dict[int, int] = {}
+        ages: Counter[int] = Counter()
         for group in self._batch:
-            for version, answers in group.versions.items():
-                ages[self._made - version] = ages.get(self._made - version, 0) + answers
+            ages.update({self._made - version: answers for version, answers in group.versions.items()})
         tokens = sum(group.tokens for group in self._batch)
-        self._ended_tokens += tokens
-        rollouts = sum(group.size for group in self._batch)
+        self._counts.ended_tokens += tokens
         self._steps.append(
             SimulatedStep(
-                now,
-                rollouts,
-                tokens,
-                self._wait_s,
-                computed - self._computes_since,
-                now - computed,
-                _without_zeros(ages),
+                ended=now,
+                rollouts=sum(group.size for group in self._batch),
+                sampled_tokens=tokens,
+                wait_s=self._wait_s,
+                compute_s=computed - self._computes_since,
+                publish_wait_s=now - computed,
+                staleness=+ages,
             )
         )
         self._agenda.after(self._control.report_s / 2, self._step_reported)
@@ -337,13 +333,13 @@ class _Run:
     # --- shared processors -----------------------------------------------------------------------------------------
 
     def _slow_trainer(self) -> None:
-        if self._hardware.contention.exists:
-            self._trainer.slow(self._hardware.contention.trainer if self._busy_engines else 1.0)
+        self._trainer.slow(self._hardware.contention.trainer if self._busy_engines else 1.0)
 
     def _slow_engines(self) -> None:
-        if not self._hardware.contention.exists:
+        slowed = self._hardware.contention.engine
+        if slowed == 1.0:
             return
-        factor = self._hardware.contention.engine if self._trainer.is_computing else 1.0
+        factor = slowed if self._trainer.is_computing else 1.0
         for place, engine in enumerate(self._engines):
             engine.slow(factor, self._agenda.now)
             self._plan(place)
@@ -359,19 +355,16 @@ class _Run:
             busy_s=sum(engine.busy_until(now) for engine in self._engines),
             decode_steps=sum(engine.decode_steps for engine in self._engines),
             row_steps=sum(engine.row_steps for engine in self._engines),
-            area=self._counts.area,
-            ended=self._counts.ended,
-            ended_after=self._counts.ended_after,
-            stale_tokens=self._stale_tokens,
-            ended_tokens=self._ended_tokens,
+            counts=replace(self._counts),
         )
 
     def prediction(self) -> Prediction:
         """Return the results of the steps after the pipeline has filled."""
-        first, last, counts = self._marked, self._mark(), self._counts
+        first, last = self._marked, self._mark()
+        before, counts = first.counts, last.counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)
-        decode_steps, ended = last.decode_steps - first.decode_steps, last.ended - first.ended
+        decode_steps, ended = last.decode_steps - first.decode_steps, counts.ended - before.ended
         ages = staleness_of(steps)
         tokens_per_s = tokens / seconds
         return Prediction(
@@ -389,9 +382,9 @@ class _Run:
             rows=(last.row_steps - first.row_steps) / decode_steps if decode_steps else 0.0,
             staleness=ages,
             staleness_mean=sum(age * share for age, share in ages.items()),
-            discarded=(last.stale_tokens - first.stale_tokens) / max(1, last.ended_tokens - first.ended_tokens),
-            order_s=(last.ended_after - first.ended_after) / ended if ended else 0.0,
-            in_flight=(last.area - first.area) / seconds,
+            discarded=(counts.stale_tokens - before.stale_tokens) / max(1, counts.ended_tokens - before.ended_tokens),
+            order_s=(counts.ended_after - before.ended_after) / ended if ended else 0.0,
+            in_flight=(counts.area - before.area) / seconds,
             account=Account(
                 issued=counts.issued,
                 trained=counts.trained,
@@ -407,7 +400,3 @@ class _Run:
                 tokens_per_s=tokens_per_s,
             ),
         )
-
-
-def _without_zeros(counts: dict[int, int]) -> dict[int, int]:
-    return {key: count for key, count in sorted(counts.items()) if count}

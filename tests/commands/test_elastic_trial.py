@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def said(run_dir: Path, *overrides: str) -> list[str]:
+def printed_by(run_dir: Path, *overrides: str) -> list[str]:
     result = CliRunner().invoke(app, ["engines", "elastic", str(run_dir), *overrides])
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -40,7 +40,7 @@ def said(run_dir: Path, *overrides: str) -> list[str]:
 
 
 def test_elastic_trial_shows_each_decision_with_time_and_reason(run_dir: Path) -> None:
-    *decided, note = said(run_dir)
+    *decided, note = printed_by(run_dir)
     assert [line.partition(":")[0].split() for line in decided] == [
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
         ["99", "s", "step", "99", "2", "→", "1", "engines"],
@@ -50,11 +50,11 @@ def test_elastic_trial_shows_each_decision_with_time_and_reason(run_dir: Path) -
 
 
 def test_elastic_trial_applies_overrides_of_the_recipe(run_dir: Path) -> None:
-    assert said(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
-    (nothing,) = said(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
+    assert printed_by(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
+    (nothing,) = printed_by(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
     assert nothing == "no decision in 242 events: no 9 intervals of 10 s in a row agree"
 
 
 def test_elastic_trial_rejects_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="so it is not a run"):
-        said(tmp_path)
+        printed_by(tmp_path)

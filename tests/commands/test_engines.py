@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from pipelinerl.commands.engines import engines_app, gone, joined, table
 from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import load, save, write_layout
-from pipelinerl.controller.client import ControllerClient
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus, RequestedEngine
 from tests.fakes.scripted_engine import application
@@ -204,16 +203,14 @@ def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_stat
 ) -> None:
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
     with controller_of(tmp_path) as remote:
-        _who_does_not_come_or_go(remote)
-
-
-def _who_does_not_come_or_go(remote: ControllerClient) -> None:
-    with pytest.raises(DeadlineError, match=r"engine-0 did not serve within 0\.3 s; it is joining why not; see logs"):
-        joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
-    with pytest.raises(UserError, match="engine-1 was expelled: why not"):
-        joined(remote, "engine-1", logs=Path("logs"))
-    with pytest.raises(DeadlineError, match=r"engine-7 did not leave within 0\.3 s; it is unknown"):
-        gone(remote, "engine-7", within_s=0.3)
+        with pytest.raises(
+            DeadlineError, match=r"engine-0 did not serve within 0\.3 s; it is joining why not; see logs"
+        ):
+            joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
+        with pytest.raises(UserError, match="engine-1 was expelled: why not"):
+            joined(remote, "engine-1", logs=Path("logs"))
+        with pytest.raises(DeadlineError, match=r"engine-7 did not leave within 0\.3 s; it is unknown"):
+            gone(remote, "engine-7", within_s=0.3)
 
 
 def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     well = next(row for row in rows if row[4] == "'well'")
     assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
     late = next(row for row in rows if row[5] == "6")
-    assert late[12:15] == ["0", "|", "0"] and late[15] == "+0.0000" and float(late[17]) < 0, "the penalty is left"
+    assert late[12:15] == ["0", "|", "0"] and late[15] == "+0.0000" and float(late[17]) < 0, "the penalty remains"
     assert "of 11 tokens grpo trains" in said and "cosine of the two gradients: 0." in said
 
 
@@ -146,8 +146,8 @@ def test_explain_shows_the_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
     assert [row[3] for row in rows[:2]] == [repr(tokenizer.decode([token])) for token in (3, 4)]
     assert float(rows[-1][-1]) > 0 > float(rows[4][-1]), "of order 7 the copy that was trained on"
     alone = explain("grpo", *run, "--group", "7").split("multiplier")[1].strip().splitlines()
-    assert [line.split() for line in alone] == rows[4:], "the step's batch is the whole one all the same"
-    assert explain(*run).startswith("pipelinerl"), "left out, it is the run's own objective"
+    assert [line.split() for line in alone] == rows[4:], "the factors are still computed on the whole batch"
+    assert explain(*run).startswith("pipelinerl"), "the default is the run's own objective"
 
 
 def test_explain_rejects_a_step_or_group_that_was_not_recorded(ended_run: Path) -> None:

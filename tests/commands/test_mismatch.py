@@ -31,7 +31,7 @@ def a_run(directory: Path, *, steps: int) -> Path:
     return directory
 
 
-def said(*arguments: str) -> str:
+def printed_by(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["mismatch", *arguments], env={"COLUMNS": "160"})
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -40,7 +40,7 @@ def said(*arguments: str) -> str:
 
 
 def test_mismatch_command_shows_tables_and_advice_and_draws_a_picture(tmp_path: Path) -> None:
-    output = said(str(a_run(tmp_path, steps=12)))
+    output = printed_by(str(a_run(tmp_path, steps=12)))
     for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
         assert expected in output
     assert re.search(r"own version differ by 0\.\d+ at P95", output) and "because" in output
@@ -48,7 +48,7 @@ def test_mismatch_command_shows_tables_and_advice_and_draws_a_picture(tmp_path: 
 
 
 def test_mismatch_command_prints_its_metrics_as_json(tmp_path: Path) -> None:
-    record = json.loads(said(str(a_run(tmp_path, steps=3)), "--json"))
+    record = json.loads(printed_by(str(a_run(tmp_path, steps=3)), "--json"))
     assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
     assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}
     assert record["advice"][0].keys() == {"finding", "do", "because"}
@@ -61,11 +61,11 @@ def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path: Path) -> Non
 
 def test_mismatch_command_rejects_missing_empty_and_unmeasured_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no readable events\.jsonl"):
-        said(str(tmp_path / "nowhere"))
+        printed_by(str(tmp_path / "nowhere"))
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(UserError, match="no events yet"):
-        said(str(tmp_path))
+        printed_by(str(tmp_path))
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write("step", step=1, reward=0.5)
     with pytest.raises(UserError, match="1 steps, none with mismatch figures"):
-        said(str(tmp_path))
+        printed_by(str(tmp_path))

@@ -23,7 +23,7 @@ from tests.fakes.rollouts import group
 def test_recorded_step_lists_no_rollout_groups_if_no_trainer_ready_event_precedes_it(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
-    assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"
+    assert recorded_steps(tmp_path)[1].orders == (), "groups of other trainers may have the same order"
 
 
 def test_groups_of_a_killed_run_are_read_and_undecodable_records_are_skipped(tmp_path: Path) -> None:

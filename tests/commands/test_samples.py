@@ -28,7 +28,7 @@ def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
     return path
 
 
-def said(*arguments: str) -> str:
+def printed_by(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["samples", *arguments], env={"COLUMNS": "100"})
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -51,7 +51,7 @@ GROUPS = (
 
 
 def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path: Path) -> None:
-    output = said(str(a_run(tmp_path, *GROUPS)), "--step", "2")
+    output = printed_by(str(a_run(tmp_path, *GROUPS)), "--step", "2")
     for expected in (
         "step 2 · words · trained · words-2",
         "<|im_start|>user",
@@ -83,8 +83,8 @@ def test_options_of_the_samples_command_select_and_order_samples(
     tmp_path: Path, options: list[str], expected: list[str]
 ) -> None:
     run = str(a_run(tmp_path, *GROUPS))
-    assert [json.loads(line)["text"] for line in said(run, *options, "--json").splitlines()] == expected
-    output = said(run, *options)
+    assert [json.loads(line)["text"] for line in printed_by(run, *options, "--json").splitlines()] == expected
+    output = printed_by(run, *options)
     assert sorted(expected, key=output.index) == expected
 
 
@@ -95,7 +95,7 @@ def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tr
         TurnRecord(context="undo", text="try c", agent="main", length=4, segment=2, begins="forked", continues=1),
         TurnRecord(context="judge", text="good", agent="critic", length=1, segment=3, begins="first"),
     )
-    output = said(str(a_run(tmp_path, group(1, answer("all of it", turns=turns), answer("single")))))
+    output = printed_by(str(a_run(tmp_path, group(1, answer("all of it", turns=turns), answer("single")))))
     shown = output[output.index("   segment 1") : output.index(" ▸", output.index("   segment 1"))]
     assert shown == (
         "   segment 1 · begins a conversation (first)\n"
@@ -118,20 +118,20 @@ def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tr
 
 def test_samples_command_shows_a_linear_episode_without_segments(tmp_path: Path) -> None:
     turns = (TurnRecord(text="a", length=1, begins="first"), TurnRecord(context="no", text="b", length=1, continues=1))
-    output = said(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
+    output = printed_by(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
     assert "segment" not in output and "   turn 2 · 1 token\n     context no\n     answer  b\n" in output
 
 
 def test_samples_command_escapes_control_characters(tmp_path: Path) -> None:
     evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
     run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
-    for output in (said(run), said(run, "--json")):
+    for output in (printed_by(run), printed_by(run, "--json")):
         assert not set(output) & set(map(chr, [*range(10), *range(11, 32), 127, 0x202E, 0x2069, 0x200B]))
-    assert "<script>alert(1)</script>" in said(run) and "[bold]" in said(run)
+    assert "<script>alert(1)</script>" in printed_by(run) and "[bold]" in printed_by(run)
 
 
 def test_samples_command_shortens_long_answers(tmp_path: Path) -> None:
-    output = said(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
+    output = printed_by(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
     assert len(output) < 5000 and "characters left out" in output
 
 
@@ -143,25 +143,25 @@ def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_
 
     timer = Timer(0.8, go_on)
     timer.start()
-    output = said(str(tmp_path), "--follow", "--json", "--limit", "1")
+    output = printed_by(str(tmp_path), "--follow", "--json", "--limit", "1")
     timer.join()
     assert [json.loads(line)["text"] for line in output.splitlines()] == ["second", "third"]
 
 
 def test_samples_command_reports_user_errors_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run: it has neither"):
-        said(str(tmp_path / "nowhere"))
+        printed_by(str(tmp_path / "nowhere"))
     run = str(a_run(tmp_path, *GROUPS))
     with pytest.raises(
         UserError, match=r"none of the trained samples .* their steps are 1 to 2, their domains words, "
     ):
-        said(run, "--tag", "hard")
+        printed_by(run, "--tag", "hard")
     (unreadable := tmp_path / "unreadable" / "samples" / "training-000001.jsonl").mkdir(parents=True)
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
-        said(str(unreadable.parents[1]))
+        printed_by(str(unreadable.parents[1]))
     with pytest.raises(UserError, match="holds no samples"):
-        said(str(a_run(tmp_path / "empty")))
+        printed_by(str(a_run(tmp_path / "empty")))
     with pytest.raises(UserError, match="has no evaluation samples; it has trained ones"):
-        said(str(a_run(tmp_path / "trained", GROUPS[0])), "--evaluation")
+        printed_by(str(a_run(tmp_path / "trained", GROUPS[0])), "--evaluation")
     for wrong in (["--worst", "--best"], ["--follow", "--best"], ["--limit", "0"]):
         assert CliRunner().invoke(app, ["samples", run, *wrong]).exit_code == 2

@@ -51,7 +51,7 @@ def test_value_loss_equals_a_loop_over_its_formula_and_its_gradient_equals_autog
     closed = loss.prediction_gradient(values, given)
     np.testing.assert_allclose(closed, variable.grad.numpy(), rtol=0, atol=1e-12)
     stopped = given["loss_mask"] & (closed == 0)
-    assert stopped.any() != math.isinf(clip), "the seeds must show a value that was held back"
+    assert stopped.any() != math.isinf(clip), "some value must be clipped"
 
 
 def test_value_clipped_after_moving_towards_its_return_has_zero_gradient() -> None:

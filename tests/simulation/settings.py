@@ -7,7 +7,7 @@ from typing import Any
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
-from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths, SimulatedSetting
+from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
 from pipelinerl.staleness import StalenessBounds
 
 #: A decode step takes 10 ms, plus 0.1 ms for each row.
@@ -40,8 +40,3 @@ _FIRST = SimulatedSetting(
 def setting(j: int = 1, k: float = 2, **changes: Any) -> SimulatedSetting:
     """Return a run with 64 rollouts per step, heavy-tailed answer lengths, and one engine that decodes 64 rows."""
     return replace(_FIRST, bounds=StalenessBounds(j, k), **changes)
-
-
-def fixed(tokens: int) -> FixedLengths:
-    """Return a distribution of lengths in which every answer has `tokens` tokens."""
-    return FixedLengths(tokens)

@@ -9,11 +9,11 @@ import pytest
 from inference_contract.weights import OnUpdate
 from pipelinerl.errors import UserError
 from pipelinerl.simulation.calibration import DRAWS, ObservedRun, calibrate, measure, simulated_like
-from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
-from pipelinerl.simulation.setting import HeavyTailedLengths
+from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
+from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths
 from pipelinerl.simulation.simulator import simulate
 from tests.simulation.recorded import run_events
-from tests.simulation.settings import fixed, setting
+from tests.simulation.settings import setting
 
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
@@ -44,7 +44,7 @@ def test_calibration_attributes_step_time_that_nothing_else_explains_to_actors()
             order_s=0.002, deliver_s=0.002, verify_s=0.05, report_s=0.02, request_s=0.002, answer_s=0.002
         ),
     )
-    lockstep = setting(1, 1, lengths=fixed(20))
+    lockstep = setting(1, 1, lengths=FixedLengths(20))
     wanted = simulate(lockstep, known).step_s
     found = calibrate([ObservedRun(events=run_events(period_s=wanted, engine=ENGINE), setting=lockstep)])
     assert simulate(lockstep, found).step_s == pytest.approx(wanted, rel=0.01)
@@ -66,7 +66,7 @@ def test_slowdown_of_engine_and_trainer_on_shared_hardware_is_estimated_from_a_s
     found = calibrate([alone, beside]).contention
     assert 1.4 < found.engine < 3
     assert 1.4 < found.trainer < 3
-    assert not calibrate([alone, alone]).contention.exists
+    assert calibrate([alone, alone]).contention == Contention()
 
 
 def test_metrics_for_the_calibration_are_means_over_the_steps_that_are_counted() -> None:

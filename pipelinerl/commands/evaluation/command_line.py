@@ -11,13 +11,7 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.roles.role import Changes
 
 
-def add_evaluation_commands(app: typer.Typer) -> None:
-    """Register `eval` and `prefilter`."""
-    app.command("eval")(_evaluate)
-    app.command("prefilter")(_prefilter)
-
-
-def _evaluate(
+def evaluate(
     target: Annotated[
         str, typer.Argument(metavar="RUN|MODEL|URL", help="Model to evaluate; a URL may be any OpenAI server.")
     ],
@@ -51,14 +45,14 @@ def _evaluate(
 
     overrides = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
     of = target_of(target, checkpoint=checkpoint)
-    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, overrides)
+    config = evaluation.with_one_evaluation(recipes.load(recipe_of(of, recipe), changes or []), of_set, overrides)
     report = evaluation.evaluate(
         of, config, token=read_token(token_file), model=model, console=Console(stderr=True), out=out
     )
     evaluation.show(report, Console(), as_json=json)
 
 
-def _prefilter(
+def prefilter(
     target: Annotated[
         str, typer.Argument(metavar="MODEL|RUN|URL", help="Model to evaluate; a URL may be any OpenAI server.")
     ],

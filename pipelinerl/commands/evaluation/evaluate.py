@@ -21,7 +21,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.asking import AnswerLog, answer_log, ask, digest_of_domains, run_until_interrupted
+from pipelinerl.commands.evaluation.evaluation_loop import (
+    AnswerLog,
+    answer_log,
+    ask,
+    digest_of_domains,
+    run_until_interrupted,
+)
 from pipelinerl.commands.evaluation.respondents import Target, respondent
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, parse, to_table
@@ -94,15 +100,16 @@ def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
         return
     console.print(_table(report))
     notes = [f"{report.samples} × {report.asked} samples in {report.seconds:.1f} s"]
-    notes += (
-        [f"{report.problems - report.asked} problems were answered before"] if report.asked < report.problems else []
-    )
-    notes += [f"{report.incomplete} problems had no answer"] if report.incomplete else []
-    notes += [f"{report.unjudged} could not be judged"] if report.unjudged else []
+    if report.asked < report.problems:
+        notes.append(f"{report.problems - report.asked} problems were answered before")
+    if report.incomplete:
+        notes.append(f"{report.incomplete} problems had no answer")
+    if report.unjudged:
+        notes.append(f"{report.unjudged} could not be judged")
     console.print("; ".join(notes), highlight=False)
 
 
-def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
+def with_one_evaluation(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
     """Return the recipe with only the named evaluation set (by default the first), updated by the settings `given`.
 
     Raises:
@@ -218,40 +225,24 @@ def _report(
 def _table(report: EvaluationReport) -> Table:
     heads = [f"pass@{each.k}" for each in report.figures.pass_at]
     heads += [f"maj@{each.k}" for each in report.figures.majority_at]
-    table = Table(
-        "",
-        "problems",
-        "accuracy",
-        "95 %",
-        *heads,
-        "tokens",
-        "P95",
-        "truncated",
-        title=f"{report.target}: {report.name}",
-    )
-    _rows(table, report, {"all": report.figures})
-    if len(report.by_domain) > 1:
+    title = f"{report.target}: {report.name}"
+    table = Table("", "problems", "accuracy", "95 %", *heads, "tokens", "P95", "truncated", title=title)
+    by_domain = report.by_domain if len(report.by_domain) > 1 else {}
+    for section in filter(None, ({"all": report.figures}, by_domain, report.by_tag)):
         table.add_section()
-        _rows(table, report, report.by_domain)
-    if report.by_tag:
-        table.add_section()
-        _rows(table, report, report.by_tag)
+        for name, figures in section.items():
+            table.add_row(
+                name,
+                f"{figures.problems}",
+                _share(figures.accuracy),
+                interval(figures.low, figures.high) or "–",
+                *_at(report.figures.pass_at, figures.pass_at),
+                *_at(report.figures.majority_at, figures.majority_at),
+                _number(figures.length_mean),
+                _number(figures.length_p95),
+                _share(figures.truncated),
+            )
     return table
-
-
-def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFigures]) -> None:
-    for name, figures in groups.items():
-        chances = [*_at(report.figures.pass_at, figures.pass_at), *_at(report.figures.majority_at, figures.majority_at)]
-        table.add_row(
-            name,
-            f"{figures.problems}",
-            _share(figures.accuracy),
-            interval(figures.low, figures.high) or "–",
-            *chances,
-            _number(figures.length_mean),
-            _number(figures.length_p95),
-            _share(figures.truncated),
-        )
 
 
 def _at(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:

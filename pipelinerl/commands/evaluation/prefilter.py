@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.asking import AnswerLog, answer_log, ask, digest_of_domains, run_until_interrupted
+from pipelinerl.commands.evaluation.evaluation_loop import answer_log, ask, digest_of_domains, run_until_interrupted
 from pipelinerl.commands.evaluation.respondents import Target, respondent
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
@@ -108,8 +108,25 @@ def prefilter(
         known = {rate.problem_id: rate for rate in log.answers}
         missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
         orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
+
+        async def evaluate() -> None:
+            with Progress(console=console, transient=True) as progress:
+                bar = progress.add_task("prefiltering", total=len(orders))
+
+                def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
+                    progress.advance(bar)
+                    if answer is not None:
+                        problem_id = order.problem.problem_id
+                        known[problem_id] = PassRate(
+                            problem_id=problem_id, judged=answer.judged, correct=answer.correct
+                        )
+                        log.add(known[problem_id])
+
+                async with respondent(target, config, token=token, model=model) as answering:
+                    await ask(orders, answering, config, on_answer=note)
+
         if orders:
-            run_until_interrupted(_ask(target, config, orders, log, known, token, model, console))
+            run_until_interrupted(evaluate())
     rates = {problem.problem_id: known[problem.problem_id] for problem in chosen if problem.problem_id in known}
     kept = [problem for problem in chosen if problem.problem_id in rates and keep.keeps(rates[problem.problem_id])]
     judged = [rate.value for rate in rates.values() if rate.judged]
@@ -155,30 +172,6 @@ def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> 
         seed=rng.key(config.run.seed, "prefilter", problem.problem_id),
         chat_template_kwargs=own.chat_template_kwargs,
     )
-
-
-async def _ask(
-    target: Target,
-    config: RunConfig,
-    orders: list[PromptOrder],
-    log: AnswerLog[PassRate],
-    known: dict[str, PassRate],
-    token: str | None,
-    model: str,
-    console: Console,
-) -> None:
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("prefiltering", total=len(orders))
-
-        def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
-            progress.advance(bar)
-            if answer is not None:
-                problem_id = order.problem.problem_id
-                known[problem_id] = PassRate(problem_id=problem_id, judged=answer.judged, correct=answer.correct)
-                log.add(known[problem_id])
-
-        async with respondent(target, config, token=token, model=model) as answering:
-            await ask(orders, answering, config, on_answer=note)
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:

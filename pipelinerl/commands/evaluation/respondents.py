@@ -159,13 +159,18 @@ def _with_model(config: RunConfig, model: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
 
 
-@asynccontextmanager
-async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
-    engine = build_engine(
+def engine_outside_run(config: RunConfig) -> Engine:
+    """Build the recipe's engine for use without a run: without streams, controller and token."""
+    return build_engine(
         Identity(
             config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
         )
     )
+
+
+@asynccontextmanager
+async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
+    engine = engine_outside_run(config)
     try:
         await engine.start()
         yield engine

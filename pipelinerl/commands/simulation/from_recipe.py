@@ -32,7 +32,8 @@ def setting_of(
         RecipeError: the recipe has a setting that the simulator does not support.
     """
     _refuse_unknown(config)
-    bounds, drops = config.staleness.bounds, _filters(config)
+    bounds, no_signal = config.staleness.bounds, config.training.no_signal or no_signal_of(config.objective)
+    drops = no_signal is NoSignal.FILTER or config.curation.filter is not None
     oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
     return SimulatedSetting(
         steps=config.run.steps if steps is None else steps,
@@ -94,11 +95,6 @@ def _filtered(events: Sequence[Event]) -> float:
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0
-
-
-def _filters(config: RunConfig) -> bool:
-    dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
-    return dynamic or config.curation.filter is not None
 
 
 def _refuse_unknown(config: RunConfig) -> None:

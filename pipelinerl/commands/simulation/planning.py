@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, get_type_hints
 
 import msgspec
 
@@ -15,18 +15,9 @@ from pipelinerl.commands.simulation.from_recipe import observed, setting_of
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.charts import Chart, Line, Mark, svg
-from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import Series
 from pipelinerl.simulation.calibration import TRUSTED, ObservedRun, calibrate, measure, simulated_like
-from pipelinerl.simulation.hardware import (
-    Contention,
-    ControlTimes,
-    EngineTimes,
-    Hardware,
-    Prices,
-    TrainerTimes,
-    UpdateTimes,
-)
+from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import Prediction, Trial
 from pipelinerl.simulation.published import (
     ACCELERATORS,
@@ -40,14 +31,8 @@ from pipelinerl.simulation.simulator import simulate
 
 #: Default number of steps of a simulated run.
 STEPS: Final = 100
-_SECTIONS: Final[Mapping[str, type[Any]]] = {
-    "engine": EngineTimes,
-    "trainer": TrainerTimes,
-    "update": UpdateTimes,
-    "control": ControlTimes,
-    "contention": Contention,
-    "prices": Prices,
-}
+#: The sections of a hardware table, and the class of each.
+_SECTIONS: Final[Mapping[str, type[Any]]] = get_type_hints(Hardware)
 
 
 @final
@@ -56,11 +41,12 @@ class Basis:
     """Inputs of predictions. `checks` holds relative errors (simulated ÷ measured − 1) by measured run and metric."""
 
     hardware: Hardware | PublishedHardware
-    lengths: LengthLaw | None
-    length_words: str
-    prompt_tokens: int
+    lengths: LengthLaw | None = None
+    length_words: str = ""
+    """Lengths of answers in the format of `--lengths`, or empty; they take precedence over `lengths`."""
+    prompt_tokens: int = 0
     filtered: float = 0.0
-    checks: Mapping[str, Mapping[str, float]]
+    checks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def worst(self) -> float:
@@ -106,7 +92,6 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     return Basis(
         hardware=hardware,
         lengths=setting.lengths,
-        length_words="",
         prompt_tokens=setting.prompt_tokens,
         filtered=setting.filtered,
         checks=checks,
@@ -117,12 +102,8 @@ def basis_of_table(table_name: str) -> Basis:
     """Return the inputs of predictions from a hardware table (a file or a published one), or raise `UserError`."""
     path = Path(table_name)
     if not path.exists() and (":" in table_name or table_name in ACCELERATORS):
-        hardware = published_hardware(table_name)
-        return Basis(hardware=hardware, lengths=None, length_words="", prompt_tokens=0, checks={})
-    table = read_table(path)
-    return Basis(
-        hardware=table.hardware, lengths=None, length_words=table.lengths, prompt_tokens=table.prompt_tokens, checks={}
-    )
+        return Basis(hardware=published_hardware(table_name))
+    return _read_table(path)
 
 
 def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
@@ -130,9 +111,8 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
     steps = [number for number, event in enumerate(run.events) if event["kind"] == "step"]
     if not steps:
         raise UserError("the run has taken no steps: there is nothing to calibrate from")
-    middle = steps[len(steps) // 2]
-    parts: tuple[list[Event], list[Event]] = (list(run.events[: middle + 1]), list(run.events[middle + 1 :]))
-    return ObservedRun(events=parts[0], setting=run.setting), ObservedRun(events=parts[1], setting=run.setting)
+    end = steps[len(steps) // 2] + 1
+    return replace(run, events=run.events[:end]), replace(run, events=run.events[end:])
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
@@ -169,17 +149,7 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
 # --- hardware tables: TOML files with the time of each operation (docs/understand/simulation.md shows every key) ---
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class HardwareTable:
-    """Times of engine and trainer operations, from a file; `lengths` has the format of `--lengths`, or is empty."""
-
-    hardware: Hardware
-    lengths: str = ""
-    prompt_tokens: int = 0
-
-
-def read_table(path: Path) -> HardwareTable:
+def _read_table(path: Path) -> Basis:
     """Read a hardware table; raise `UserError` if the file is unreadable or has an unknown key or invalid value."""
     try:
         table = tomllib.loads(path.read_text())
@@ -200,7 +170,7 @@ def read_table(path: Path) -> HardwareTable:
         raise UserError(
             f"{path}: answers may hold only lengths (text, as --lengths) and prompt_tokens (a whole number)"
         )
-    return HardwareTable(Hardware(**sections), lengths, prompt_tokens)
+    return Basis(hardware=Hardware(**sections), length_words=lengths, prompt_tokens=prompt_tokens)
 
 
 def parse_lengths(text: str, *, most: int) -> LengthLaw:
@@ -218,7 +188,7 @@ def parse_lengths(text: str, *, most: int) -> LengthLaw:
 
 
 def _section(path: Path, name: str, values: Any) -> Any:
-    known = [field.name for field in fields(_SECTIONS[name])]
+    known = [each.name for each in fields(_SECTIONS[name])]
     if not isinstance(values, dict) or set(values) - set(known):
         raise UserError(f"{path}: {name} must be a table with {', '.join(known)} only, got {values!r}")
     if negative := [key for key, value in values.items() if isinstance(value, int | float) and value < 0]:
@@ -263,7 +233,9 @@ th:first-child,td:first-child { text-align:left; }
 
 def lines_of(trials: Sequence[Trial]) -> list[str]:
     """Return a heading and a line per trial; the line of an invalid trial states the reason."""
-    rows = [["", *_headings(trials)], *([_name(trial), *_cells(trial, trials)] for trial in trials if trial.prediction)]
+    columns = _columns(trials)
+    headings = ["", *(heading for heading, *_ in columns)]
+    rows = [headings, *([_name(trial), *_cells(trial, columns)] for trial in trials if trial.prediction)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -300,9 +272,10 @@ def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
     figures += [
         _figure(f"Age of trained rollouts: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
     ]
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in ("changed", *_headings(trials)))
+    columns = _columns(trials)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in ("changed", *(heading for heading, *_ in columns)))
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (_name(trial), *_cells(trial, trials))) + "</tr>"
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (_name(trial), *_cells(trial, columns))) + "</tr>"
         for trial in trials
     )
     paragraphs = "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -314,19 +287,16 @@ def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
     )
 
 
-def _headings(trials: Sequence[Trial]) -> list[str]:
-    return [heading for heading, *_ in (*_COLUMNS, *(_COST if _has_prices(trials) else ()))]
+def _columns(trials: Sequence[Trial]) -> tuple[tuple[str, str, str], ...]:
+    """Return the columns of the output; costs are left out if no trial has prices."""
+    has_prices = any(trial.prediction is not None and trial.prediction.cost_per_hour for trial in trials)
+    return (*_COLUMNS, *_COST) if has_prices else _COLUMNS
 
 
-def _cells(trial: Trial, trials: Sequence[Trial]) -> list[str]:
+def _cells(trial: Trial, columns: Sequence[tuple[str, str, str]]) -> list[str]:
     if trial.prediction is None:
-        return [trial.refusal, *[""] * (len(_headings(trials)) - 1)]
-    columns = (*_COLUMNS, *(_COST if _has_prices(trials) else ()))
+        return [trial.refusal, *[""] * (len(columns) - 1)]
     return [format(getattr(trial.prediction, attribute), form) for _, attribute, form in columns]
-
-
-def _has_prices(trials: Sequence[Trial]) -> bool:
-    return any(trial.prediction is not None and trial.prediction.cost_per_hour for trial in trials)
 
 
 def _name(trial: Trial) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipelinerl.commands.top.run_follower import RunSnapshot
 from pipelinerl.observability.samples.record import one_line
-from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStatus, format_duration
+from pipelinerl.observability.status import HeldOutStatus, format_duration
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
 _LABEL: Final = 10
@@ -111,19 +111,13 @@ def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
         name = _fitted(one_line(each.name or each.url.removeprefix("http://")), room)
         counts = f"{each.version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
-        yield from _last_error(each)
+        if each.last_error and not each.serves:
+            yield Text("  " + one_line(each.last_error), "dim")
     yield from _more(len(engines))
-    yield from (Text(f"{one_line(each.name)} is requested", "dim") for each in _awaited(snapshot.status))
-
-
-def _awaited(status: RunStatus) -> Iterator[Any]:
-    there = {engine.name for engine in status.fleet.engines}
-    return (each for each in status.fleet.requested if each.name not in there)
-
-
-def _last_error(engine: EngineStatus) -> Iterator[Text]:
-    if engine.last_error and not engine.serves:
-        yield Text("  " + one_line(engine.last_error), "dim")
+    present = {engine.name for engine in engines}
+    for requested in snapshot.status.fleet.requested:
+        if requested.name not in present:
+            yield Text(f"{one_line(requested.name)} is requested", "dim")
 
 
 def _ledger(snapshot: RunSnapshot) -> Iterator[Text]:

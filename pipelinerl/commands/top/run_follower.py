@@ -11,12 +11,12 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
 from pipelinerl.commands.remote import controller_of, is_url
-from pipelinerl.commands.watch.steering import flat
+from pipelinerl.commands.watch.steering import flat, state_without_controller
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, number
 from pipelinerl.observability.logs import without_secrets
@@ -39,8 +39,6 @@ _TIMEOUT_S: Final = 5.0
 _PIECE_S: Final = 0.5
 #: Number of steps over which waits are averaged.
 _WINDOW: Final = 20
-#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
-_SILENT_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +148,11 @@ class RunSource:
         view = self._view
         if self._tail is None or (not view.newest and not (Path(self.run) / "recipe.toml").exists()):
             if self._newest is not None:  # keep showing the last known state of the run
-                return _silent(self._newest, why)
+                return replace(self._newest, state="silent", obstacle=without_secrets(why))
             raise UserError(why)
-        newest = view.newest.get("time")
-        recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
-        state = view.state or ("starting" if recent or not view.newest else "crashed")
         return RunSnapshot(
             status=status_of(view, name=Path(self.run).resolve().name, total_steps=self.total_steps),
-            state=state,
+            state=state_without_controller(view),
             knobs=flat(view.knobs),
             ledger=_ledger_of(view),
             waits=waits,
@@ -265,16 +260,6 @@ def _held_out(view: RunView) -> HeldOutStatus:
 def _ledger_of(view: RunView) -> LedgerStatus | None:
     known = {name: value for name in LedgerStatus.__struct_fields__ if (value := whole(view.ledger, name)) is not None}
     return LedgerStatus(**known) if known else None
-
-
-def _silent(snapshot: RunSnapshot, why: str) -> RunSnapshot:
-    return RunSnapshot(
-        status=snapshot.status,
-        state="silent",
-        knobs=snapshot.knobs,
-        ledger=snapshot.ledger,
-        obstacle=without_secrets(why),
-    )
 
 
 def _steps_of(recipe: Path) -> int:

@@ -25,11 +25,6 @@ _LOOK_S: Final = 0.25
 _KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"
 
 
-def show(follower: RunFollower) -> None:
-    """Draw the run until the user quits."""
-    TopApp(follower).run(mouse=False)
-
-
 @final
 class KnobRow(Horizontal, can_focus=True):
     """A row with a knob's name and value; the value becomes an input field while the user edits it."""
@@ -108,8 +103,8 @@ class TopApp(App[None]):
     KnobRow .name { width: 1fr; height: 1; }
     KnobRow .value { width: auto; max-width: 12; height: 1; }
     KnobRow Input { width: 12; height: 1; }
-    #said { height: auto; max-height: 3; }
-    #said.refused { color: $error; }
+    #message { height: auto; max-height: 3; }
+    #message.refused { color: $error; }
     #keys { height: 1; color: $text-muted; }
     """
 
@@ -125,7 +120,7 @@ class TopApp(App[None]):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
             yield VerticalScroll(id="knobs", can_focus=False)
-        yield Static("", id="said", markup=False)
+        yield Static("", id="message", markup=False)
         yield Static(_KEYS, id="keys", markup=False)
 
     def on_mount(self) -> None:
@@ -194,6 +189,6 @@ class TopApp(App[None]):
             self.query(KnobRow).first().focus()
 
     def _say(self, result: ChangeResult) -> None:
-        line = self.query_one("#said", Static)
+        line = self.query_one("#message", Static)
         line.update(Text(one_line(result.sentence)))
         line.set_class(result.refused, "refused")

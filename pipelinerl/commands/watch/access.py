@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Final, final
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -108,17 +107,12 @@ class PageLinks:
         return True
 
 
-def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
-    """Add the middleware that admits links and cookies to `app`. Call this after `guard`, so it runs before the gate.
+@final
+class AccessMiddleware:
+    """ASGI middleware: translate links and cookies to the token; add the security policy to every response.
 
     `share_key` is the permanent link's key; empty if there is none.
     """
-    app.add_middleware(_Door, links=links, token=token, cookie=cookie, share_key=share_key)
-
-
-@final
-class _Door:
-    """ASGI middleware: translate links and cookies to the token; add the security policy to every response."""
 
     def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app

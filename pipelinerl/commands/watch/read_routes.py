@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.watched_run import (
@@ -18,10 +17,8 @@ from pipelinerl.commands.watch.watched_run import (
     Pages,
     RunNumber,
     StepNumber,
-    Watched,
     WatchedRun,
     answer,
-    as_json,
 )
 from pipelinerl.observability.page.now import overview
 from pipelinerl.observability.page.step_table import StepRows, plain, plain_columns
@@ -31,8 +28,6 @@ from pipelinerl.observability.status import RunStatus
 _MOST_METRICS: Final = 64
 #: Seconds for which the controller's cached status is used; longer than the interval at which it is polled.
 _STATUS_S: Final = STATE_S + 1.0
-#: Number of steps that are prepared within the event loop, which takes milliseconds; more are prepared in a thread.
-_FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
 _Metrics = Annotated[str, Query(max_length=10_000)]
@@ -54,14 +49,13 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
     """Add the routes that describe runs to `app`."""
-    _add_now(app, pages)
 
     @app.get("/api/run")
     def run(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         watched = pages.of(number)
         pages.note_states()
-        runs = [{"run": each.run.number, "name": each.run.name, "state": each.run.state} for each in pages.all]
-        with watched.run.lock:
+        runs = [{"run": each.number, "name": each.name, "state": each.state} for each in pages.all]
+        with watched.lock:
             return answer({"run": number, "runs": runs, **_run_facts(watched, looks_only)})
 
     @app.get("/api/steps")
@@ -73,8 +67,25 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         last: Annotated[int, Query(alias="to", ge=0, le=2**53)] = 2**53,
         since: StepNumber = None,
     ) -> Response:
-        run, names = pages.of(number).run, _names(metrics)
+        run, names = pages.of(number), _names(metrics)
         return answer(_steps(run, names, points=points, first=first, last=last, since=since))
+
+    @app.get("/api/now")
+    def now(
+        number: RunNumber = 0,
+        window: Annotated[int, Query(ge=1, le=500)] = 20,
+        metrics: _Metrics = "",
+        points: _Points = 1000,
+        since: StepNumber = None,
+        marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    ) -> Response:
+        names, run = _names(metrics), pages.of(number)
+        status = None if run.view.state else run.steering.status(max_age_s=_STATUS_S)
+        with run.lock:
+            state = _now(run, status, window)
+            if names:
+                state["steps"] = _steps(run, names, points=points, since=since, marked=marked)
+            return answer(state)
 
     @app.get("/api/compare")
     def compare(
@@ -85,52 +96,21 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     ) -> Response:
         chosen = _chosen(pages, runs)
         overlays = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
-        recipes = [watched.run.recipe() for watched in chosen]
-        made = [watched.run.settings_made() for watched in chosen]
+        recipes = [watched.recipe() for watched in chosen]
+        made = [watched.settings_made() for watched in chosen]
         return answer({"x": x, "runs": overlays, "differences": differences(recipes, made)})
 
-
-def _add_now(app: FastAPI, pages: Pages) -> None:
-    """Add the route that every open page polls.
-
-    Several pages send the same request at the same moment, so the last response is cached.
-    """
-    latest: dict[int, tuple[object, bytes]] = {}
-
-    @app.get("/api/now")
-    async def now(
+    @app.get("/api/timeline")
+    def timeline(
         number: RunNumber = 0,
-        window: Annotated[int, Query(ge=1, le=500)] = 20,
-        metrics: _Metrics = "",
-        points: _Points = 1000,
-        since: StepNumber = None,
-        marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        first: Annotated[_Moment, Query(alias="from")] = None,
+        last: Annotated[_Moment, Query(alias="to")] = None,
+        points: Annotated[int, Query(ge=2, le=8000)] = 1500,
     ) -> Response:
-        run, steering = pages.of(number).run, pages.of(number).steering
-        names = _names(metrics)
-        status = None
-        if not run.view.state:
-            known = steering.known(max_age_s=_STATUS_S)
-            status = known[0] if known else await run_in_threadpool(steering.status)
-        key = (window, names, points, since, marked, run.changes, status)
-        kept, body = latest.get(number, (None, b""))
-        if kept != key:
-
-            def work_out() -> bytes:
-                with run.lock:
-                    steps = _steps(run, names, points=points, since=since, marked=marked) if names else None
-                    return as_json(_now(run, status, window) | ({"steps": steps} if steps else {}))
-
-            is_short = since is not None and run.view.step - since <= _FEW and window <= _FEW
-            if is_short and run.lock.acquire(blocking=False):
-                try:
-                    body = work_out()
-                finally:
-                    run.lock.release()
-            else:
-                body = await run_in_threadpool(work_out)
-            latest[number] = (key, body)
-        return Response(body, media_type="application/json")
+        watched = pages.of(number)
+        with watched.lock:
+            window = watched.view.timeline.window(first, last, points=points)
+        return answer(window)
 
 
 def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, Any]:
@@ -143,12 +123,12 @@ def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, An
     return state | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
 
 
-def _run_facts(watched: Watched, looks_only: bool) -> dict[str, Any]:
-    run, view = watched.run, watched.run.view
+def _run_facts(run: WatchedRun, looks_only: bool) -> dict[str, Any]:
+    view = run.view
     recipe, names = run.recipe(), run.samples.names
     section, domains = recipe.get("run"), recipe.get("domains")
     declared = [each.get("name") for each in domains if isinstance(each, dict)] if isinstance(domains, list) else []
-    obstacle = watched.steering.obstacle(looks_only=looks_only) if not view.state else "the run is over"
+    obstacle = run.steering.obstacle(looks_only=looks_only) if not view.state else "the run is over"
     return {
         "name": run.name,
         "state": run.state,
@@ -190,19 +170,19 @@ def _steps(
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
-        bounds, known = table.bounds, len(table.figures)
-        table_facts: dict[str, Any] = {
+        first_step, last_step = table.bounds
+        return {
             "complete": "events" in run.loaded,
             "count": table.count,
-            "first": bounds[0],
-            "last": bounds[1],
+            "first": first_step,
+            "last": last_step,
             "marks": view.marks_after(marked),
             "marked": view.mark_count,
-            "figures": known,
+            "figures": len(table.figures),
             "each": rows.each,
+            "x": {name: plain(column, 12) for name, column in rows.places.items()},
+            "y": _columns(rows),
         }
-    places = {name: plain(column, 12) for name, column in rows.places.items()}
-    return {**table_facts, "x": places, "y": _columns(rows)}
 
 
 def _names(metrics: str) -> list[str]:
@@ -220,7 +200,7 @@ def _columns(rows: StepRows) -> dict[str, dict[str, list[float | None]]]:
     return {name: {part: column[name] for part, column in parts.items()} for name in rows.means}
 
 
-def _chosen(pages: Pages, runs: str) -> list[Watched]:
+def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
     if not runs:
         return list(pages.all)
     numbers = runs.split(",")
@@ -229,14 +209,14 @@ def _chosen(pages: Pages, runs: str) -> list[Watched]:
     return [pages.of(int(number)) for number in dict.fromkeys(numbers)]
 
 
-def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
-    with watched.run.lock:
-        rows = watched.run.view.steps.rows(metrics, points=points)
+def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
+    with watched.lock:
+        rows = watched.view.steps.rows(metrics, points=points)
     columns = _columns(rows)
     parts = {part: {name: column.get(part) for name, column in columns.items()} for part in ("low", "high")}
     return {
-        "run": watched.run.number,
-        "name": watched.run.name,
+        "run": watched.number,
+        "name": watched.name,
         "x": plain(rows.places[_PLACES[axis]], 12),
         "y": {name: column["mean"] for name, column in columns.items()},
         **parts,
@@ -266,19 +246,3 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for name, each in value.items():
         yield from _flat(each, f"{path}.{name}" if path else name)
-
-
-def add_timeline(app: FastAPI, pages: Pages) -> None:
-    """Add the route of a run's timeline: rows of spans in a time window, drawn in a width of `points` pixels."""
-
-    @app.get("/api/timeline")
-    def timeline(
-        number: RunNumber = 0,
-        first: Annotated[_Moment, Query(alias="from")] = None,
-        last: Annotated[_Moment, Query(alias="to")] = None,
-        points: Annotated[int, Query(ge=2, le=8000)] = 1500,
-    ) -> Response:
-        watched = pages.of(number).run
-        with watched.lock:
-            window = watched.view.timeline.window(first, last, points=points)
-        return answer(window)

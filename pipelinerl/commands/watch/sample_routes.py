@@ -67,7 +67,7 @@ class Signal(StrEnum):
 
 
 def add_samples(app: FastAPI, pages: Pages) -> None:
-    """Add the route that lists samples."""
+    """Add the routes of lists of samples, of one group, and of one sample's tokens."""
 
     @app.get("/api/samples")
     def samples(
@@ -101,7 +101,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
             limit=limit,
             after=_place(after),
         )
-        run = pages.of(number).run
+        run = pages.of(number)
         with run.lock:
             choice = run.samples.choose(criteria)
             members = list(answers_of(choice, run.samples))
@@ -111,13 +111,9 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
         rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(members, parts, strict=True)]
         return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
 
-
-def add_tokens(app: FastAPI, pages: Pages) -> None:
-    """Add the routes of one group and of one sample's tokens."""
-
     @app.get("/api/samples/{group}")
     def side_by_side(group: _Group, number: RunNumber = 0) -> Response:
-        stored, signal = _group(pages.of(number).run, group)
+        stored, signal = _group(pages.of(number), group)
         if stored is None:
             return refusal(404, _GONE, code="sample_gone", param="group")
         fields = msgspec.to_builtins(msgspec.structs.replace(stored, prompt_tokens=None, answers=()))
@@ -127,7 +123,7 @@ def add_tokens(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/tokens/{group}/{sample}")
     def tokens(group: _Group, sample: Annotated[int, Path(ge=0, le=2**20)], number: RunNumber = 0) -> Response:
-        stored, _ = _group(pages.of(number).run, group)
+        stored, _ = _group(pages.of(number), group)
         if stored is None or sample >= len(stored.answers):
             return refusal(404, _GONE, code="sample_gone", param="group")
         columns = stored.answers[sample].tokens

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 from fastapi import Body, Depends, FastAPI, Header, Request
 from fastapi.responses import Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
@@ -22,10 +23,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pipelinerl import registry
-from pipelinerl.commands.watch.access import PageLinks, admit
-from pipelinerl.commands.watch.read_routes import add_reading, add_timeline
-from pipelinerl.commands.watch.sample_routes import add_samples, add_tokens
-from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_values, sort_of
+from pipelinerl.commands.watch.access import AccessMiddleware, PageLinks
+from pipelinerl.commands.watch.read_routes import add_reading
+from pipelinerl.commands.watch.sample_routes import add_samples
+from pipelinerl.commands.watch.steering import described, flat, sort_of
 from pipelinerl.commands.watch.watched_run import (
     STATE_S,
     FeedEntry,
@@ -33,13 +34,12 @@ from pipelinerl.commands.watch.watched_run import (
     LooksOnly,
     Pages,
     RunNumber,
-    Watched,
     WatchedRun,
     answer,
+    as_json,
     frame,
-    summarised,
 )
-from pipelinerl.controller.routes import KnobChanges
+from pipelinerl.controller.routes import GRACE_S, KnobChanges
 from pipelinerl.errors import UserError
 from pipelinerl.observability import page
 from pipelinerl.observability.status import RunStatus
@@ -48,6 +48,8 @@ from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 #: Maximum number of open pages that may listen to the event stream at the same time.
 SEATS: Final = 32
+#: A listener that lags by more entries than this receives one request to refetch the steps, instead of every step.
+_FAR_BEHIND: Final = 200
 #: Seconds without an event after which an SSE comment is sent, because proxies close silent connections.
 _SILENCE_S: Final = 15.0
 
@@ -75,12 +77,12 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 
 
 async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
-    run = pages.of(number).run
+    run = pages.of(number)
     with run.feed.listener() as bell:
         place, sent_at = run.feed.place, time.monotonic()
         loaded = {"events", "samples"} <= run.loaded
         hello = {"cursor": place, "step": run.view.step, "run": number, "state": run.state, "loaded": loaded}
-        yield frame("hello", hello, place)
+        yield frame("hello", as_json(hello), place)
         if last_event_id and run.feed.after(last_event_id) is None:
             yield _behind(0, run.view.step, number, place)
         elif last_event_id:
@@ -106,15 +108,15 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
     """Encode the entries as server-sent events; if there are many steps, one event asks the page to refetch them."""
-    many = summarised(entries)
-    if many is None:
+    steps = [entry.step for entry in entries if entry.step is not None]
+    if len(entries) <= _FAR_BEHIND or not steps:
         return b"".join(entry.frame for entry in entries)
     others = [entry.frame for entry in entries if entry.step is None]
-    return b"".join([*others, _behind(*many, run, entries[-1].place)])
+    return b"".join([*others, _behind(min(steps) - 1, max(steps), run, entries[-1].place)])
 
 
 def _behind(first: int, last: int, run: int, place: str) -> bytes:
-    return frame("behind", {"from": first, "to": last, "run": run}, place)
+    return frame("behind", as_json({"from": first, "to": last, "run": run}), place)
 
 
 #: Directory of the page's files.
@@ -128,7 +130,6 @@ def create_page(
     token: str,
     links: PageLinks,
     cookie: str = "pipelinerl",
-    read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
     """Return the web application; while it runs, a thread reads the runs' files.
@@ -147,19 +148,18 @@ def create_page(
             follower.close()
             pages.close()
 
-    pages = Pages(runs, read_only=read_only)
+    pages = Pages(runs)
     app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
     app.get("/health")(lambda: answer({"state": "ready"}))
     _add_files(app)
     add_reading(app, pages)
     add_samples(app, pages)
-    add_tokens(app, pages)
     add_steering(app, pages)
     add_stream(app, pages)
-    add_timeline(app, pages)
     refuse_in_one_shape(app)
     guard(app, token=token)
-    admit(app, links, token=token, cookie=cookie, share_key=share_key)
+    # Add this middleware last, so that it runs before the gate that `guard` has added.
+    app.add_middleware(AccessMiddleware, links=links, token=token, cookie=cookie, share_key=share_key)
     return app
 
 
@@ -230,7 +230,11 @@ def add_steering(app: FastAPI, pages: Pages) -> None:
 
     @app.post("/api/stop")
     def stop(ending: RunEnding, number: RunNumber = 0) -> Response:
-        pages.of(number).steering.stop(suspend=ending.suspend)
+        with pages.of(number).steering.changing() as controller:
+            if ending.suspend:
+                controller.suspend()
+            else:
+                controller.stop()
         return answer({"state": "stopping"})
 
 
@@ -248,7 +252,8 @@ def _add_knobs(app: FastAPI, pages: Pages) -> None:
     @app.patch("/api/knobs")
     def change(changes: Annotated[KnobChanges, Body()], number: RunNumber = 0) -> Response:
         watched = pages.of(number)
-        watched.steering.change(changes)
+        with watched.steering.changing() as controller:
+            controller.change_knobs(changes)
         return answer(_knobs(watched))
 
     @app.post("/api/knobs/check")
@@ -265,10 +270,10 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         watched = pages.of(number)
         steered, status = _steered(watched, looks_only)
         if status is not None:
-            state = fleet_values(status.fleet) | {"source": "controller"}
+            state = msgspec.to_builtins(status.fleet) | {"source": "controller"}
         else:
-            with watched.run.lock:
-                state = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
+            with watched.lock:
+                state = {"engines": [dict(each) for each in watched.view.engines.values()], "source": "events"}
             state |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
         return answer(state | {"types": sorted(registry.ENGINES), **steered})
 
@@ -277,41 +282,49 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         if bool(wanted.url) == bool(wanted.type):
             message = "give either the url of a running engine or a type to start"
             return refusal(422, message, code="invalid_request_error", param="url")
-        names = pages.of(number).steering.add(wanted.url, wanted.type, wanted.count)
+        with pages.of(number).steering.changing() as controller:
+            if wanted.url:
+                controller.register_engine(wanted.url)
+                names: tuple[str, ...] = (wanted.url.rstrip("/"),)
+            else:
+                names = controller.request_engines(wanted.type, count=wanted.count)
         return answer({"state": "asked", "names": names})
 
     @app.post("/api/engines/swap")
     def swap(wanted: EngineReplaced, number: RunNumber = 0) -> Response:
-        names = pages.of(number).steering.swap(wanted.engine, wanted.type, wanted.grace_s)
+        with pages.of(number).steering.changing() as controller:
+            names = controller.request_engines(wanted.type, replaces=wanted.engine, grace_s=wanted.grace_s)
         return answer({"state": "asked", "names": names})
 
     @app.post("/api/engines/drain")
     def drain(leaving: EngineLeaving, number: RunNumber = 0) -> Response:
-        pages.of(number).steering.drain(leaving.engine, leaving.grace_s)
+        with pages.of(number).steering.changing() as controller:
+            controller.drain_engine(leaving.engine, grace_s=leaving.grace_s)
         return answer({"state": "draining"})
 
     @app.post("/api/engines/remove")
     def remove(leaving: EngineLeaving, number: RunNumber = 0) -> Response:
-        pages.of(number).steering.remove(leaving.engine)
+        with pages.of(number).steering.changing() as controller:
+            controller.remove_engine(leaving.engine)
         return answer({"state": "removed"})
 
 
-def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
+def _steered(watched: WatchedRun, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
     """Return whether this client may change the run, or why not, and the controller's status if it answers."""
-    if watched.run.view.state:
+    if watched.view.state:
         status, why_not = None, "the run is over"
     else:
         status, why_not = watched.steering.status(), watched.steering.obstacle(looks_only=looks_only)
     return {"may_steer": not why_not, "why_not": why_not}, status
 
 
-def _knobs(watched: Watched, looks_only: bool = False) -> dict[str, Any]:
+def _knobs(watched: WatchedRun, looks_only: bool = False) -> dict[str, Any]:
     steered, status = _steered(watched, looks_only)
     if status is not None:
         known = watched.steering.knobs()
         values, log, source = known.knobs, list[Any](known.log), "controller"
     else:
-        with watched.run.lock:
-            values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
+        with watched.lock:
+            values, log, source = dict(watched.view.knobs), list(watched.view.knob_log), "events"
     knobs = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
     return {"knobs": knobs, "presets": sorted(PRESETS), "log": log, "source": source, **steered}

@@ -9,27 +9,26 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
-
-import msgspec
+from typing import Any, Final, final
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config import recipe as recipes
-from pipelinerl.controller import routes
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.controller.routes import KnobsAnswer
 from pipelinerl.controller.state.knobs import LARGEST, Knobs
 from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused, UserError
-from pipelinerl.observability.status import FleetStatus, RunStatus
+from pipelinerl.observability.page.run_view import RunView
+from pipelinerl.observability.status import RunStatus
 from pipelinerl.roles.wiring import knobs_of
 
-T = TypeVar("T")
-
 _TIMEOUT_S: Final = 5.0
+#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
+_SILENT_S: Final = 15.0
 #: Minimum seconds between two status requests to the controller; requests of pages in between get the cached status.
 _STATUS_S: Final = 1.0
 _READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so its links cannot change the run"
@@ -76,10 +75,6 @@ class Steering:
                 self._requested_at = time.monotonic()
             return self._status
 
-    def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
-        """Return the cached status, which may be None, in a tuple; None if the cache is older than `max_age_s`."""
-        return (self._status,) if time.monotonic() - self._requested_at < max_age_s else None
-
     def close(self) -> None:
         """Close the connection; the next request opens a new one."""
         with self._lock:
@@ -107,18 +102,27 @@ class Steering:
 
     def knobs(self) -> KnobsAnswer:
         """Return the knobs and the log of their changes."""
-        return self._reading(lambda controller: controller.knobs())
+        with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
+            return controller.knobs()
 
-    def change(self, changes: dict[str, Any]) -> KnobsAnswer:
-        """Change knobs; return all knobs and the log of their changes."""
-        return self._changing(lambda controller: controller.change_knobs(changes))
+    @contextmanager
+    def changing(self) -> Iterator[ControllerClient]:
+        """Yield a client of the controller for a change of the run; raise `CannotSteer` if the page is read-only."""
+        if self.read_only:
+            raise CannotSteer(_READ_ONLY)
+        try:
+            with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
+                yield controller
+        finally:
+            with self._lock:
+                self._requested_at = -math.inf  # the change has made the cached status outdated
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
         """Return the errors with which the controller would refuse the changes, each with the name of its knob.
 
         The name is empty if only the combination of changes is invalid; the list is empty if all would be accepted.
         """
-        now = self._knobs_now()
+        now = self._recipe_knobs().patched(self.knobs().knobs)
         try:
             now.patched(changes)
         except RecipeError as error:
@@ -137,50 +141,11 @@ class Steering:
             return {}
         return {"step": sizes.pop()} if len(sizes) == 1 else {}
 
-    def add(self, url: str, type: str, count: int) -> tuple[str, ...]:
-        """Add the running engine at `url`, or request `count` new engines of a `type`; return their names."""
-        if url:
-            self._changing(lambda controller: controller.register_engine(url))
-            return (url.rstrip("/"),)
-        return self._changing(lambda controller: controller.request_engines(type, count=count))
-
-    def swap(self, engine: str, type: str, grace_s: float) -> tuple[str, ...]:
-        """Request a new engine that replaces this one; return the new engine's name."""
-        return self._changing(lambda controller: controller.request_engines(type, replaces=engine, grace_s=grace_s))
-
-    def drain(self, engine: str, grace_s: float) -> None:
-        """Remove the engine once it has finished its running requests."""
-        self._changing(lambda controller: controller.drain_engine(engine, grace_s=grace_s))
-
-    def remove(self, engine: str) -> None:
-        """Remove the engine immediately, without waiting for its running requests."""
-        self._changing(lambda controller: controller.remove_engine(engine))
-
-    def stop(self, *, suspend: bool) -> None:
-        """Stop the run, or suspend it."""
-        self._changing(lambda controller: controller.suspend() if suspend else controller.stop())
-
-    def _reading(self, call: Callable[[ControllerClient], T]) -> T:
-        with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
-            return call(controller)
-
-    def _changing(self, call: Callable[[ControllerClient], T]) -> T:
-        if self.read_only:
-            raise CannotSteer(_READ_ONLY)
-        try:
-            return self._reading(call)
-        finally:
-            with self._lock:
-                self._requested_at = -math.inf  # the change has made the cached status outdated
-
     def _recipe_knobs(self) -> Knobs:
         try:
             return knobs_of(recipes.load(str(self.run_dir / "recipe.toml")))
         except UserError as error:
             raise CannotSteer(f"the run's recipe cannot be read, so changes cannot be checked: {error}") from None
-
-    def _knobs_now(self) -> Knobs:
-        return self._recipe_knobs().patched(self.knobs().knobs)
 
 
 def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,11 +192,8 @@ def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
 
 
-def fleet_values(fleet: FleetStatus) -> dict[str, Any]:
-    """Return the run's engines and their states as JSON values."""
-    told: dict[str, Any] = msgspec.to_builtins(fleet)
-    return told
-
-
-#: Default seconds in which a leaving engine may finish its requests.
-GRACE_S: Final = routes.GRACE_S
+def state_without_controller(view: RunView) -> str:
+    """Return the state of a run whose controller does not answer: over, starting or crashed."""
+    newest = view.newest.get("time")
+    recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
+    return view.state or ("starting" if recent or not view.newest else "crashed")

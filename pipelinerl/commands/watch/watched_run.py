@@ -27,7 +27,7 @@ from fastapi.responses import Response
 from fastapi.sse import format_sse_event
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.steering import Steering
+from pipelinerl.commands.watch.steering import Steering, state_without_controller
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
@@ -38,8 +38,6 @@ from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.samples.reading import FOLDER
 
 _MOST: Final = 2000
-#: A listener that lags by more entries than this receives one request to refetch the steps, instead of every step.
-_FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
 #: Delay before a disconnected browser reconnects, in milliseconds.
 _RETRY_MS: Final = 1000
@@ -63,8 +61,7 @@ class Feed:
 
     A listener remembers its place, the id of the last event that it received, and has a bell: an asyncio event, which
     is set when there are more events. When a listener reconnects, it sends its place and receives the missed events,
-    or a notice that these are no longer kept. All bells ring at the same moment, so that pages send the same requests
-    at the same time and share cached responses.
+    or a notice that these are no longer kept.
     """
 
     def __init__(self, run: int) -> None:
@@ -90,7 +87,7 @@ class Feed:
             data = as_json({"kind": fields.get("kind"), "time": fields.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
-            self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
+            self._entries.append(FeedEntry(self.place, frame(name, data, self.place), step))
 
     def ring(self) -> None:
         """Wake all listeners if anything was added since the last call."""
@@ -124,12 +121,8 @@ class Feed:
             return list(islice(self._entries, len(self._entries) - missed, None))
 
 
-def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
+def frame(name: str, data: bytes, place: str) -> bytes:
     """Return one server-sent event with the id `place`, which a client sends when it reconnects after this event."""
-    return _frame(name, as_json(data), place)
-
-
-def _frame(name: str, data: bytes, place: str) -> bytes:
     return format_sse_event(data_str=data.decode(), event=name, id=place, retry=_RETRY_MS)
 
 
@@ -146,29 +139,24 @@ def step_figures(event: Event) -> dict[str, Any]:
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 
 
-def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return (first step − 1, last step) of the entries if one notice should replace them; None for few entries."""
-    steps = [entry.step for entry in entries if entry.step is not None]
-    return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
-
-
 log = logging.getLogger("pipelinerl")
 
 #: Seconds between two reads of the files; pages are notified after each read.
 _POLL_S: Final = 0.5
 #: Seconds of pause after each piece of a long log, so that other threads can run.
 _BREATH_S: Final = 0.001
-#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
-_SILENT_S: Final = 15.0
 
 
 @final
 @dataclass(slots=True)
 class WatchedRun:
-    """State of the run in a directory; callers must hold `lock` while they read it."""
+    """State of the run in a directory, and its controller; callers must hold `lock` while they read the state."""
 
     number: int
     run_dir: Path
+    read_only: bool = False
+    """True if no page may change the run."""
+    steering: Steering = field(init=False)
     view: RunView = field(default_factory=RunView)
     lock: threading.RLock = field(default_factory=threading.RLock)
     samples: SampleIndex = field(init=False)
@@ -177,11 +165,10 @@ class WatchedRun:
     state: str = "starting"
     trouble: str = ""
     """The reason why the files cannot be read."""
-    changes: int = 0
-    """Increases with every change of `view` and `state`."""
     _tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
+        self.steering = Steering(self.run_dir, self.read_only)
         self.samples = SampleIndex(self.run_dir)
         self.feed = Feed(self.number)
         self._tail = EventTail(self.run_dir / "events.jsonl")
@@ -232,21 +219,14 @@ class WatchedRun:
     def note_state(self, *, answers: bool) -> None:
         """Derive the run's state from its log and from whether its controller answers; tell listeners if it changed."""
         with self.lock:
-            state = self.view.state or ("live" if answers else self._silent_state())
+            state = "live" if answers else state_without_controller(self.view)
             if state != self.state:
                 self.state = state
-                self.changes += 1
                 self.feed.put("state", {"state": state})
                 self.feed.ring()
 
-    def _silent_state(self) -> str:
-        newest = self.view.newest.get("time")
-        recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
-        return "starting" if recent or not self.view.newest else "crashed"
-
     def _read_events(self) -> bool:
         piece = self._tail.read()
-        self.changes += piece.is_new_file or bool(piece.events)
         if piece.is_new_file:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
@@ -258,7 +238,6 @@ class WatchedRun:
                 log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
-            self.changes += 1
             self.feed.put("loaded", {"what": "events"})
         return self._tail.is_behind
 
@@ -284,13 +263,13 @@ class WatchedRun:
             self.feed.put("event", event)
 
 
-def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
+def watched_runs(directories: Sequence[Path], *, read_only: bool = False) -> list[WatchedRun]:
     """Return the runs to watch, numbered in the order of their directories; raise `UserError` if one holds no run."""
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
             raise UserError(f"{directory} is not a run: it has none of {', '.join(there)}; name the run's directory")
-    return [WatchedRun(number, directory) for number, directory in enumerate(directories)]
+    return [WatchedRun(number, directory, read_only) for number, directory in enumerate(directories)]
 
 
 @final
@@ -343,23 +322,15 @@ Name = Annotated[str | None, Query(max_length=500)]
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """One run, and the connection to its controller."""
-
-    run: WatchedRun
-    steering: Steering
-
-
 @final
 class Pages:
-    """The runs that one server shows, each with its connection to the controller."""
+    """The runs that one server shows."""
 
-    def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
-        self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        self.all = tuple(runs)
         self._noted_at = -math.inf
 
-    def of(self, number: int) -> Watched:
+    def of(self, number: int) -> WatchedRun:
         """Return the run with this number; raise HTTPException 404 if there is none."""
         if number >= len(self.all):
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
@@ -373,14 +344,13 @@ class Pages:
     def note_states(self) -> None:
         """Poll all controllers, and record which runs are live."""
         self._noted_at = time.monotonic()
-        for watched in self.all:
-            over = bool(watched.run.view.state)
-            watched.run.note_state(answers=not over and watched.steering.status(max_age_s=STATE_S) is not None)
+        for run in self.all:
+            run.note_state(answers=not run.view.state and run.steering.status(max_age_s=STATE_S) is not None)
 
     def close(self) -> None:
         """Close the connections to the controllers."""
-        for watched in self.all:
-            watched.steering.close()
+        for run in self.all:
+            run.steering.close()
 
 
 def answer(value: Any) -> Response:

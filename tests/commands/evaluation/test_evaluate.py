@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl.commands.evaluation.asking import MOST_FAILURES
-from pipelinerl.commands.evaluation.evaluate import EvaluationReport, asking, evaluate, held_out_orders, show
+from pipelinerl.commands.evaluation.evaluate import (
+    EvaluationReport,
+    evaluate,
+    held_out_orders,
+    show,
+    with_one_evaluation,
+)
+from pipelinerl.commands.evaluation.evaluation_loop import MOST_FAILURES
 from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table, write_layout
 from pipelinerl.engines.bigram import engine as bigram_engine
@@ -172,7 +178,7 @@ def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Pat
             file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')
         asked = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
-        assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"
+        assert (rest.asked, rest.incomplete) == (10, 0), "two failed problems and eight new ones"
         assert len(fake.bodies) - asked == 10
         asked = len(fake.bodies)
         again = evaluated(url, load(recipe, once), out=out)
@@ -208,15 +214,18 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     table = to_table(load(recipe))
     sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
     config = parse(table | {"evaluations": sets})
-    first, named = asking(config, "", {}), asking(config, "ones", {"problems": 4, "samples": None})
+    first, named = (
+        with_one_evaluation(config, "", {}),
+        with_one_evaluation(config, "ones", {"problems": 4, "samples": None}),
+    )
     assert [each.name for each in first.evaluation_sets] == ["both"]
     report = evaluated(str(model), named)
     assert (report.name, report.problems, report.samples, list(report.by_domain)) == ("ones", 4, 2, ["says_1"])
     with pytest.raises(RecipeError, match="--evaluation 'twos' is not one of the recipe's evaluation sets: both, ones"):
-        asking(config, "twos", {})
+        with_one_evaluation(config, "twos", {})
     with pytest.raises(RecipeError, match=r"evaluations\.ones\.pass_at names 2"):
-        asking(config, "ones", {"samples": 1})
-    alone = asking(load(recipe), "", {"problems": 3, "split": "validation"})
+        with_one_evaluation(config, "ones", {"samples": 1})
+    alone = with_one_evaluation(load(recipe), "", {"problems": 3, "split": "validation"})
     (asked,) = alone.evaluation_sets
     assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
 

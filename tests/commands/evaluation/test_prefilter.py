@@ -60,7 +60,7 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
         "files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
     )
     read = {source.problem(index).messages[0].content for index in range(200)}
-    assert read == {row["messages"][0]["content"] for row in rows}, "the same splits: no problem of it is held out"
+    assert read == {row["messages"][0]["content"] for row in rows}, "no held-out problem is in the data set"
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
 
 
@@ -88,7 +88,7 @@ def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, c
         with pytest.raises(UserError, match=r"another question \(another samples\); name another --out"):
             asked(url, config, tmp_path / "out", problems=2, samples=4)
         more = asked(url, config, tmp_path / "out", problems=5)
-    assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
+    assert (more.problems, more.asked) == (5, 3), "the number of problems is not part of the question"
 
 
 def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(

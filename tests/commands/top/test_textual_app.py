@@ -103,15 +103,15 @@ async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp
         await pilot.press("down", "enter", "6", "enter")
         await until(pilot, lambda: values(pilot)["k"] == "6")
         assert run.controller.state.knobs.k == 6.0
-        await until(pilot, lambda: text(pilot, "#said") == "k = 6, effective at the next step boundary")
+        await until(pilot, lambda: text(pilot, "#message") == "k = 6, effective at the next step boundary")
         await pilot.press("down", "enter", *"-1", "enter")
-        await until(pilot, lambda: "temperature must be" in text(pilot, "#said"))
-        assert pilot.app.query_one("#said").has_class("refused")
+        await until(pilot, lambda: "temperature must be" in text(pilot, "#message"))
+        assert pilot.app.query_one("#message").has_class("refused")
         await pilot.press("enter", *"0.5", "escape")
-        assert run.controller.state.knobs.temperature == knobs.temperature, "who leaves has sent nothing"
+        assert run.controller.state.knobs.temperature == knobs.temperature, "Escape sends no change"
         assert values(pilot)["temperature"] == "1"
         await pilot.press("enter", "q", "escape")
-        assert pilot.app.is_running, "a letter that is typed into a field is no command"
+        assert pilot.app.is_running, "a letter typed into a field is not a command"
 
 
 async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp
     async with shown(run_dir, (40, 24)) as pilot:
         told = text(pilot, "#figures-text")
         assert "tiny finished" in told and "12/12" in told and "short_words" in told and "expelled" in told
-        assert values(pilot)["staleness.k"] == "16", "as the last change left it"
+        assert values(pilot)["staleness.k"] == "16", "the value of the last change"
         await pilot.press("enter")
-        assert "the run is over" in text(pilot, "#said")
+        assert "the run is over" in text(pilot, "#message")
         from textual.widgets import Input
 
         assert not any(field.display for field in pilot.app.query(Input))
@@ -137,9 +137,9 @@ async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metric
             assert "test live" in text(pilot, "#figures-text") and values(pilot)["k"] == "4"
             end()
             await until(pilot, lambda: "test silent" in text(pilot, "#figures-text"))
-            assert "does not answer" in text(pilot, "#said") and values(pilot)["k"] == "4"
+            assert "does not answer" in text(pilot, "#message") and values(pilot)["k"] == "4"
             await pilot.press("enter")
-            assert pilot.app.query_one("#said").has_class("refused")
+            assert pilot.app.query_one("#message").has_class("refused")
 
 
 def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
         assert termios.tcgetattr(ours) == before
     finally:
         os.close(ours)
-    assert told.rindex(b"\x1b[?25h") > told.rindex(b"\x1b[?25l"), "the cursor is seen again"
+    assert told.rindex(b"\x1b[?25h") > told.rindex(b"\x1b[?25l"), "the cursor is visible again"
     assert told.count(b"\x1b[?1049h") == told.count(b"\x1b[?1049l") == 1
-    assert b"Traceback" not in told and b"\x1b[?1003h" not in told, "the mouse is the terminal's"
+    assert b"Traceback" not in told and b"\x1b[?1003h" not in told, "the terminal keeps the mouse"
 
 
 def read_until(terminal: int, wanted: bytes | None) -> bytes:
@@ -170,7 +170,7 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
         try:
             told += os.read(terminal, 2**16)
         except OSError:  # raised when the program has closed its side of the terminal
-            assert wanted is None, f"it ended before it said {wanted!r}: {told!r}"
+            assert wanted is None, f"it ended without printing {wanted!r}: {told!r}"
             break
     return told
 

@@ -114,9 +114,9 @@ class ServedPage:
 def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -> Iterator[ServedPage]:
     """Serve the page of the runs in `run_dirs`, and yield it with an HTTP client that has the login cookie."""
     keys: list[str] = []
-    links, runs = PageLinks(keys.append), watched_runs(run_dirs)
+    links, runs = PageLinks(keys.append), watched_runs(run_dirs, read_only=read_only)
     links.offer()
-    app = create_page(runs, token=TOKEN, links=links, read_only=read_only, share_key=share_key)
+    app = create_page(runs, token=TOKEN, links=links, share_key=share_key)
     with in_thread(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
         http.cookies.set("pipelinerl", TOKEN)
         yield ServedPage(url, keys, http, runs)

@@ -59,7 +59,7 @@ def test_used_page_link_shows_a_form_that_accepts_another_key(page: ServedPage) 
         assert answer.status_code == 401 and answer.headers["content-type"].startswith("text/html"), path
         assert 'name="key"' in answer.text and "form-action 'self'" in answer.headers["content-security-policy"]
     pasted = quote(f"http://127.0.0.1:4321/?key={page.keys[-1]}", safe="")
-    assert ask(page, f"/?key={pasted}").status_code == 303, "people paste the whole link"
+    assert ask(page, f"/?key={pasted}").status_code == 303, "a pasted whole link works like its key"
 
 
 def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedPage) -> None:
@@ -73,7 +73,7 @@ def test_shared_link_gives_any_number_of_browsers_read_only_access(page: ServedP
     for method, path in (("PATCH", "/api/knobs"), ("POST", "/api/stop"), ("POST", "/api/engines/add")):
         answer = httpx.request(method, page.url + path, headers=cookie, json={}, trust_env=False, timeout=PATIENCE_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "read_only"), path
-    assert page.keys == keys, "the link that steers is still good"
+    assert page.keys == keys, "the one-time link still works"
     both = {"cookie": f"{cookie['cookie']}; {COOKIE['cookie']}"}
     assert ask(page, "/api/stop", "POST", **both).json()["error"]["code"] != "read_only"
     for wrong in ("/?share=", "/?share=x", f"/?key={SHARE}"):
@@ -95,7 +95,7 @@ def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:
 def test_page_rejects_a_wrong_key(page: ServedPage, key: str) -> None:
     keys = list(page.keys)
     assert ask(page, f"/?key={key}").status_code == 401
-    assert page.keys == keys, "what was offered stays good"
+    assert page.keys == keys, "a wrong key does not use up the current one"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_requests_from_pages_of_another_site_or_port_are_rejected(page: ServedPa
     form = httpx.request(
         "PATCH", page.url + "/api/knobs", headers=own, content=b"{}", trust_env=False, timeout=PATIENCE_S
     )
-    assert form.status_code == 415, "what a form can send is no question"
+    assert form.status_code == 415, "a form's content type is rejected"
 
 
 async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage)
     assert {"short_words", "long_words"} <= set(told["domains"]) and told["tags"] == ["easy"]
     copy = page.get("/api/run", run=1)
     assert (copy["step"], copy["loading"]) == (20, {"events": 1.0, "samples": 1.0})
-    assert copy["state"] in ("starting", "crashed"), "its last word is seconds old"
+    assert copy["state"] in ("starting", "crashed"), "its newest event is seconds old"
     assert [each["run"] for each in copy["runs"]] == [0, 1]
     assert page.http.get("/api/run", params={"run": 2}).status_code == 404
 
@@ -159,7 +159,7 @@ def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ() -> Non
     assert differing_parts(texts, 200) == ["… stone …", "… storm …", "… a cat …"]
     assert differing_parts(["one", "one two"], 200) == ["one", "one two"]
     chats = [f"<|user|>{word}<|end|>" for word in ("stone", "tone")]
-    assert differing_parts(chats, 200) == ["… stone …", "… tone …"], "words stay whole"
+    assert differing_parts(chats, 200) == ["… stone …", "… tone …"], "words are not cut"
     assert differing_parts(["say hello", "say hello\nagain"], 200) == ["… hello", "… hello\nagain"]
     assert differing_parts(["x" * 300 + "the question"], 20) == ["… " + "x" * 8 + "the question"]
     assert differing_parts([], 20) == []
@@ -245,7 +245,9 @@ async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events
                 keep(run_dir, [sampled(6)])
                 told = await heard(lines, "step", "event", "samples")
                 asked_again = page.get("/api/now", metrics="reward", since=5)
-                assert asked_again["steps"]["x"]["step"] == [6] and asked_again["step"] == 6, "it is no old answer"
+                assert asked_again["steps"]["x"]["step"] == [6] and asked_again["step"] == 6, (
+                    "the response is not outdated"
+                )
             assert {each["step"] for each in told if each["event"] == "step"} == {6}
             assert all("by_domain" not in each for each in told)
             write(log, more[1])

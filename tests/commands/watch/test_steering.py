@@ -55,18 +55,18 @@ async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path: Pa
         address = url_of(*listener.getsockname()[:2])
         (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
         with served_page(run_dir) as page:
-            await knobs_are_changed(page, run)
-            await what_json_cannot_carry_is_refused(page, run)
-            await engines_come_and_go(page)
+            await check_knob_changes(page, run)
+            await check_values_that_json_cannot_represent_are_rejected(page, run)
+            await check_engine_changes(page)
         with served_page(run_dir, read_only=True) as page:
-            await nothing_is_changed(page, run)
+            await check_read_only_page_changes_nothing(page, run)
         over.set_result(None)
         await asyncio.wait_for(serving, PATIENCE_S)
     with served_page(run_dir) as page:
-        await a_silent_controller_is_said_so(page)
+        await check_silent_controller_is_reported(page)
 
 
-async def knobs_are_changed(page: ServedPage, run: Any) -> None:
+async def check_knob_changes(page: ServedPage, run: Any) -> None:
     told = (await ask(page, "GET", "/api/run")).json()
     assert (told["state"], told["may_steer"], told["why_not"]) == ("live", True, "")
     knobs = (await ask(page, "GET", "/api/knobs")).json()
@@ -88,7 +88,7 @@ async def knobs_are_changed(page: ServedPage, run: Any) -> None:
     assert refusal_of(refused) == (422, "refused") and "temperature" in refused.json()["error"]["message"]
 
 
-async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
+async def check_values_that_json_cannot_represent_are_rejected(page: ServedPage, run: Any) -> None:
     """Check that the page neither accepts as valid nor applies knob values that JSON cannot represent."""
     before = run.controller.state.knobs
     for body in (
@@ -106,7 +106,7 @@ async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
     assert run.controller.state.knobs == before
 
 
-async def engines_come_and_go(page: ServedPage) -> None:
+async def check_engine_changes(page: ServedPage) -> None:
     engines = (await ask(page, "GET", "/api/engines")).json()
     assert engines["engines"][0]["url"] == ENGINE and "bigram" in engines["types"] and engines["may_steer"]
     added = (await ask(page, "POST", "/api/engines/add", {"type": "torch", "count": 2})).json()
@@ -122,7 +122,7 @@ async def engines_come_and_go(page: ServedPage) -> None:
     assert (await ask(page, "GET", "/api/now")).json()["fleet"]["engines"][0]["url"] == ENGINE
 
 
-async def nothing_is_changed(page: ServedPage, run: Any) -> None:
+async def check_read_only_page_changes_nothing(page: ServedPage, run: Any) -> None:
     told = (await ask(page, "GET", "/api/run")).json()
     assert told["state"] == "live" and not told["may_steer"] and "--read-only" in told["why_not"]
     before = run.controller.state.knobs
@@ -136,10 +136,10 @@ async def nothing_is_changed(page: ServedPage, run: Any) -> None:
     ):
         assert refusal_of(await ask(page, method, path, body)) == (403, "read_only"), path
     assert run.controller.state.knobs == before and not run.controller.state.stop_reason
-    assert (await ask(page, "GET", "/api/knobs")).json()["knobs"], "looking is what it is for"
+    assert (await ask(page, "GET", "/api/knobs")).json()["knobs"], "a read-only page still shows the knobs"
 
 
-async def a_silent_controller_is_said_so(page: ServedPage) -> None:
+async def check_silent_controller_is_reported(page: ServedPage) -> None:
     """Check that the page reports the stopped controller, whose address is still in the run directory."""
     told = (await ask(page, "GET", "/api/run")).json()
     assert told["step"] == 3 or told["loading"]["events"] < 1.0
@@ -181,7 +181,7 @@ def test_status_of_a_run_is_cached_and_a_controller_at_a_new_address_is_found(tm
         with status_only(run_dir) as asked_by:
             assert all(steering.status(max_age_s=PATIENCE_S) is not None for _ in range(3)) and len(asked_by) == 1
             assert steering.status(max_age_s=0.0) is not None and len(asked_by) == 2
-            assert len(set(asked_by)) == 1, "the connection was kept"
+            assert len(set(asked_by)) == 1, "the connection was reused"
             steering.close()
             assert steering.status(max_age_s=0.0) is not None and len(set(asked_by)) == 2
         assert steering.status(max_age_s=0.0) is None

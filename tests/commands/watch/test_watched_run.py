@@ -13,11 +13,11 @@ async def test_listeners_of_a_feed_are_notified_once_per_batch_of_entries() -> N
     with feed.listener() as first, feed.listener() as second:
         feed.ring()
         await asyncio.sleep(0)
-        assert not first.is_set() and not second.is_set(), "nothing was put"
+        assert not first.is_set() and not second.is_set(), "no entry was added"
         place = feed.place
         feed.put("event", {"kind": "x"})
         feed.put("event", {"kind": "y"})
-        assert not first.is_set(), "what was put is told when it rings"
+        assert not first.is_set(), "ring wakes listeners of new entries"
         await asyncio.to_thread(feed.ring)
         await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), PATIENCE_S)
         told = feed.after(place)
@@ -25,7 +25,7 @@ async def test_listeners_of_a_feed_are_notified_once_per_batch_of_entries() -> N
         first.clear()
         feed.ring()
         await asyncio.sleep(0)
-        assert not first.is_set(), "it has rung for that already"
+        assert not first.is_set(), "ring does not repeat a wake-up"
 
 
 async def test_closed_listener_of_a_feed_is_not_notified() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.commands.evaluation.asking import answer_log
+from pipelinerl.commands.evaluation.evaluation_loop import answer_log
 from pipelinerl.errors import UserError
 
 ASKED = {"target": "model", "samples": 4}
@@ -29,7 +29,7 @@ def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path: Path) -
             assert log.answers == [Said(number) for number in range(begun)]
             for number in (begun, begun + 1):
                 log.add(Said(number))
-            assert path.read_bytes().count(b"\n") == 1 + begun + 2, "written before it counts"
+            assert path.read_bytes().count(b"\n") == 1 + begun + 2, "an answer is written before it is counted"
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
@@ -58,7 +58,7 @@ def test_answer_log_with_other_settings_or_a_file_that_is_no_answer_log_is_rejec
     for notes in ("some notes of mine\n", "a first line\nand a second", "no line at all"):
         path.write_text(notes)
         refused(path, r"another question \(another target, samples\)")
-        assert path.read_text() == notes, "what is nobody's log is left as it is"
+        assert path.read_text() == notes, "a file that is no answer log is not changed"
     path.write_bytes(before + b'{"number": "one"}\n')
     refused(path, "is damaged: ")
     refused(tmp_path, "cannot be written: Is a directory")

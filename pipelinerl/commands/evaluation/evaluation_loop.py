@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Generic, TypeVar, final
@@ -39,7 +39,7 @@ from pipelinerl.messages import EvaluationDone
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, PromptOrder, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
+from pipelinerl.verifiers.verifier import SampledAnswer
 
 #: If this many problems failed and none was answered, the respondent is assumed to be broken.
 MOST_FAILURES: Final = 8
@@ -66,7 +66,7 @@ async def ask(
         nonlocal answered
         for order in waiting:
             try:
-                samples, verdicts = await answering.samples(order)
+                samples, verdicts = await answer_to(order)
             except* (ContractError, PipelineError) as group:
                 failures.append(str(_first(group)))
                 answer = None
@@ -77,7 +77,7 @@ async def ask(
             on_answer(order, answer)
 
     try:
-        async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
+        async with _answering(config, respondent) as answer_to, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
     # Do not use `except*` here: before Python 3.11.4, it wraps the errors raised inside it in a group.
@@ -143,34 +143,17 @@ def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
-@final
-class _Answering:
-    """Gets samples and their verdicts: the domain's verifier judges single answers, its environment judges episodes."""
-
-    def __init__(
-        self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
-    ) -> None:
-        self._respondent = respondent
-        self._verifiers = verifiers
-        self._episodes = episodes
-
-    async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        """Return all samples that an order requests, and their verdicts; raise `ContractError` or `PipelineError`."""
-        if self._episodes is not None and order.problem.domain in self._episodes.domains:
-            made = await self._episodes.make(order, GroupProgress())
-            texts = [
-                TextAnswer(each.text, each.rollout.finish_reason, each.rollout.num_sampled_tokens) for each in made
-            ]
-            return texts, [each.rollout.verdict for each in made]
-        samples = await self._respondent.samples(order)
-        answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
-        judgements = await self._verifiers[order.problem.domain].judge(order.problem, answers)
-        return samples, [judgement.verdict for judgement in judgements]
+#: Function that returns an order's samples and their verdicts; raises `ContractError` or `PipelineError`.
+_AnswerTo = Callable[[PromptOrder], Awaitable[tuple[list[TextAnswer], list[Verdict]]]]
 
 
 @asynccontextmanager
-async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_Answering]:
-    """Open the verifiers and environments of all domains, and close them at the end of the block."""
+async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_AnswerTo]:
+    """Yield a function that samples and judges the answers to an order for a prompt.
+
+    The domain's verifier judges single answers, its environment judges episodes. The verifiers and environments of all
+    domains are closed at the end of the block.
+    """
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains if domain.has_verifier}
     domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler
     if domains and sampler is None:
@@ -178,10 +161,23 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
             f"domains.{next(iter(domains))} has an environment, whose episodes need an engine that returns "
             "tokens; name a model directory, a run, or an engine of pipelinerl"
         )
+    episodes = Episodes(gateway, sampler, domains, attempts=config.actor.attempts) if sampler else None
+
+    async def answer(order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
+        if episodes is not None and order.problem.domain in episodes.domains:
+            made = await episodes.make(order, GroupProgress())
+            texts = [
+                TextAnswer(each.text, each.rollout.finish_reason, each.rollout.num_sampled_tokens) for each in made
+            ]
+            return texts, [each.rollout.verdict for each in made]
+        samples = await respondent.samples(order)
+        answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
+        judgements = await verifiers[order.problem.domain].judge(order.problem, answers)
+        return samples, [judgement.verdict for judgement in judgements]
+
     try:
         async with gateway.serve() if domains else nullcontext():
-            episodes = Episodes(gateway, sampler, domains, attempts=config.actor.attempts) if sampler else None
-            yield _Answering(respondent, verifiers, episodes)
+            yield answer
     finally:
         for domain in domains.values():
             await domain.player.close()

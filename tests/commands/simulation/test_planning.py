@@ -16,7 +16,7 @@ from pipelinerl.config.recipe import load, save
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.simulation.hardware import EngineTimes
-from pipelinerl.simulation.setting import FixedLengths
+from pipelinerl.simulation.setting import FixedLengths, ObservedLengths
 from pipelinerl.staleness import StalenessBounds
 from tests.simulation.recorded import run_events
 
@@ -122,7 +122,7 @@ def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_se
 
 def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tmp_path: Path) -> None:
     run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
-    assert run.setting.lengths.mean == 6
+    assert run.setting.lengths == ObservedLengths((6,) * 8)
     assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
 
 

@@ -217,8 +217,8 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    if requested is PackedAttention.FLASH and platform != "tpu":
-        raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
+    if requested is PackedAttention.SPLASH and platform != "tpu":
+        raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
     return PackedAttention.on(platform, compute=compute) if requested is None else requested
 
 

@@ -224,7 +224,6 @@ def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) 
     return (adam._replace(mu=program.divided(adam.mu), nu=program.divided(adam.nu)), *fresh[1:])
 
 
-@jax.jit
 def zeros(weights: Weights) -> Weights:
     """Return a gradient of zeros, in the shapes and shardings of the weights."""
-    return jax.tree.map(jnp.zeros_like, weights)
+    return {name: jnp.zeros_like(array, device=array.sharding) for name, array in weights.items()}

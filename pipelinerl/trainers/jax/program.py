@@ -121,14 +121,18 @@ def _dithered(array: Array, noise: Array, shape: tuple[int, ...], names: tuple[s
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
     """Return log-probs, or values, f32 [R, C] of the tokens at their temperatures; 0 at segment starts and padding."""
-    return predictions(program, (), weights, columns)[0]
+    return predictions(program, (), weights, columns, columns["segment_ids"] != PADDING)[0]
 
 
 def predictions(
-    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
+    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns, inside: Array
 ) -> Array:
-    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model)."""
+    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model).
+
+    They are 0 for tokens that are not in `inside`, bool [R, C], whose logits are mostly not computed.
+    """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
+    predicted = inside & (positions > 0)
     with jax.default_matmul_precision("float32"):  # by default, a TPU would multiply fp32 arrays in bf16
         hidden, _ = hidden_states(
             program.config,
@@ -142,8 +146,7 @@ def predictions(
         if program.config.scalar_head:
             ahead = program.values(weights, hidden)[None]
         else:
-            ahead = _ahead(program, measures, weights, hidden, columns)
-    predicted = (positions > 0) & (segments != PADDING)
+            ahead = _ahead(program, measures, weights, hidden, columns | {"predicted": predicted})
     return jnp.where(predicted, jnp.roll(ahead, 1, axis=2), 0.0)
 
 
@@ -151,9 +154,15 @@ def _ahead(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
 ) -> Array:
     """Return f32 [1 + M, R, C]: for each position, the predictions for the token after it."""
-    head = partial(token_predictions, measures=measures, logits_at_once=program.logits_at_once * program.mesh.size)
-    following, temperatures = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures"))
-    return program.replayed(head)(hidden, program.output_layer(weights), following, temperatures)
+    mesh = program.mesh
+    head = partial(
+        token_predictions,
+        measures=measures,
+        logits_at_once=program.logits_at_once * mesh.size,
+        row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
+    )
+    following = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures", "predicted"))
+    return program.replayed(head)(hidden, program.output_layer(weights), *following)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -165,7 +174,7 @@ def accumulate(
     inside, measures = columns["loss_mask"], measures_of(objective)
 
     def loss_of(weights: Weights) -> tuple[Array, Array]:
-        current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
+        current, *measured = predictions(program, measures, weights, columns, inside)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
         # Tokens outside the mask, including padding, become zeros in segment 0. In place of the number of segments, the
         # objective gets the number of tokens, an upper bound. It depends only on the shape, so XLA does not compile

@@ -230,11 +230,30 @@ def test_training_forward_matches_inference_bit_for_bit(precision, model_path, m
     assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
 
 
-def test_chunked_vocabulary_gives_the_same_log_probs(model_path, micro_batch):
-    path, batch = model_path("qwen2"), micro_batch()
-    whole, pieces = started(path), started(path)
+@pytest.mark.parametrize(
+    "mesh", [{}, {"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
+    """Pieces without tokens in the loss are skipped on the backward pass, those without predicted tokens on forward."""
+    path, batch = model_path("qwen2"), micro_batch(lengths=(60, 9, 4, 40, 2, 17, 9, 50, 33))
+    whole, pieces = started(path), started(path, options={"mesh": mesh}, gradient_checkpointing=True)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
-    np.testing.assert_allclose(pieces.forward([batch])[0], whole.forward([batch])[0], atol=1e-6)
+    forward = pieces.forward([batch])[0]
+    np.testing.assert_allclose(forward, whole.forward([batch])[0], atol=1e-6)
+    for part in (batch, replace(batch, loss_mask=batch.loss_mask & (batch.position_ids > 30))):
+        ours, theirs = (trainer.backward([part], OBJECTIVE)[0] for trainer in (pieces, whole))
+        assert ours.predictions[part.loss_mask].tobytes() == forward[part.loss_mask].tobytes()
+        assert not ours.predictions[~part.loss_mask].any()
+        np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
+        assert largest_relative_difference(gradients(pieces), gradients(whole)) <= 1e-5
+
+
+def test_share_of_tokens_in_the_loss_compiles_no_program(model_path, micro_batch, compilations):
+    trainer, batch = started(model_path("llama")), micro_batch()
+    trainer._worker.program = replace(trainer._worker.program, logits_at_once=10 * VOCAB)
+    for least in (0, 5, 20, 39):
+        trainer.backward([replace(batch, loss_mask=batch.loss_mask & (batch.position_ids >= least))], OBJECTIVE)
+    assert compilations.count("jit(accumulate)") == 1
 
 
 def test_bf16_trainer_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):

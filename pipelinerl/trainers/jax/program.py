@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import Mesh, Sharding
@@ -193,7 +194,7 @@ class Stepped(NamedTuple):
     """The result of one optimizer step: new weights and moments, and the gradient's norm before clipping."""
 
     weights: Weights
-    moments: Any
+    moments: optax.ScaleByAdamState
     norm: Array
 
 
@@ -202,35 +203,38 @@ def step(
     program: TrainerProgram,
     spec: OptimizerSpec,
     weights: Weights,
-    moments: Any,
+    moments: optax.ScaleByAdamState,
     gradient: Weights,
     learning_rate: Array,
 ) -> Stepped:
-    """Clip the gradient by torch's formula, then apply AdamW; if the gradient's norm is not finite, change nothing."""
+    """Clip the gradient by torch's formula, then apply AdamW (Loshchilov and Hutter 2019), without decay of vectors.
+
+    If the gradient's norm is not finite, change nothing.
+    """
     norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
-    clipped = {name: part * scale for name, part in gradient.items()}
-    updates, after = adamw(program.config, spec).update(clipped, moments, weights)
-    applied = {name: weights[name] - learning_rate * updates[name] for name in weights}
-    kept = partial(jax.tree.map, partial(jnp.where, jnp.isfinite(norm)))
-    return Stepped(program.divided(kept(applied, weights)), kept(after, moments), norm)
+    (b1, b2), count = spec.betas, moments.count + 1
+    means, squares, applied = {}, {}, {}
+    for parameter in program.config.parameters:
+        name = parameter.name
+        part, mean, square, weight = gradient[name] * scale, moments.mu[name], moments.nu[name], weights[name]
+        mean = jnp.where(finite, b1 * mean + (1 - b1) * part, mean)
+        square = jnp.where(finite, b2 * square + (1 - b2) * part * part, square)
+        # Without this barrier, XLA on a CPU computes the update from the old moments, and copies them first.
+        means[name], squares[name] = mean, square = lax.optimization_barrier((mean, square))
+        update = mean / (1 - b1**count) / (jnp.sqrt(square / (1 - b2**count)) + spec.eps)
+        if len(parameter.shape) >= 2:
+            update += spec.weight_decay * weight
+        applied[name] = jnp.where(finite, weight - learning_rate * update, weight)
+    after = optax.ScaleByAdamState(jnp.where(finite, count, moments.count), means, squares)
+    return Stepped(program.divided(applied), after, norm)
 
 
-def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Return AdamW without its learning rate, which varies by step. Vectors (biases and norms) get no weight decay."""
-    matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
-    return optax.chain(
-        optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),
-        optax.add_decayed_weights(spec.weight_decay, mask=matrices),
-    )
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) -> Any:
+def new_moments(program: TrainerProgram, weights: Weights) -> optax.ScaleByAdamState:
     """Return Adam's initial state, sharded like the weights."""
-    fresh = adamw(program.config, spec).init(weights)
-    adam = fresh[0]
-    return (adam._replace(mu=program.divided(adam.mu), nu=program.divided(adam.nu)), *fresh[1:])
+    count = jax_mesh.everywhere(program.mesh, np.zeros((), np.int32))
+    return optax.ScaleByAdamState(count=count, mu=zeros(weights), nu=zeros(weights))
 
 
 def zeros(weights: Weights) -> Weights:

@@ -72,7 +72,7 @@ def test_jax_trainer_on_a_mesh_passes_the_conformance_kit(model_path, tmp_path):
 def test_jax_weights_moments_and_fresh_gradient_are_sharded_over_the_mesh(model_path):
     worker = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2})._worker
     name = "model.layers.*.mlp.gate_proj.weight"
-    for array in (worker.weights[name], worker.moments[0].mu[name], jax_program.zeros(worker.weights)[name]):
+    for array in (worker.weights[name], worker.moments.mu[name], jax_program.zeros(worker.weights)[name]):
         assert len(array.sharding.device_set) == 4
         assert array.sharding.shard_shape(array.shape) == (2, 24, 16)
 

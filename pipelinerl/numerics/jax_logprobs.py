@@ -35,7 +35,8 @@ def token_predictions(
     """Return f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, then M measures.
 
     If the logits of all tokens are more than `logits_at_once`, only those of needed tokens are computed, piece by
-    piece, and backward recomputes them. The size of a piece depends on shapes alone, so other tokens compile nothing.
+    piece, and backward recomputes them. The size of a piece depends on shapes alone, so XLA compiles one program,
+    however many tokens are needed.
 
     Args:
         hidden: [R, C, D].

@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each is compiled once per program and row shape. A step donates the buffers that it replaces (weights, moments,
-gradient) to XLA, so memory never holds both their old and new values.
+Each is compiled once per program and row shape. `accumulate` and `step` donate the buffers that they replace (weights,
+moments, gradient) to XLA, so memory never holds both their old and new values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, Sharding
 
 from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig
-from pipelinerl.models.jax_decoder import hidden_states, output_embedding
+from pipelinerl.models.jax_decoder import hidden_states, layer_weights, output_embedding
 from pipelinerl.numerics.dither import PERIOD, phase, thresholds
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
@@ -126,11 +126,18 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
 
 
 def predictions(
-    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns, inside: Array
+    program: TrainerProgram,
+    measures: tuple[HeadMeasure, ...],
+    weights: Weights,
+    columns: Columns,
+    inside: Array,
+    *,
+    scan: Callable[..., tuple[Array, Any]] = lax.scan,
 ) -> Array:
     """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model).
 
-    They are 0 for tokens that are not in `inside`, bool [R, C], whose logits are mostly not computed.
+    They are 0 for tokens that are not in `inside`, bool [R, C], whose logits are mostly not computed. `scan` runs the
+    layers.
     """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     predicted = inside & (positions > 0)
@@ -143,6 +150,7 @@ def predictions(
             program.attention.within(segments, program.mesh),
             fetch=program.fetch,
             wrap=program.wrap,
+            scan=scan,
         )
         if program.config.scalar_head:
             ahead = program.values(weights, hidden)[None]
@@ -170,12 +178,18 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add a micro-batch's gradient if its loss is finite; return the accumulated gradient, the loss and predictions."""
+    """Add a micro-batch's gradient to `gradient`; return the sum, the loss and predictions.
+
+    With `Remat.INFERENCE_MATCHED`, the backward pass adds each layer's gradient to the donated sum, so memory holds no
+    second gradient of the layers.
+    """
 
     inside, measures = columns["loss_mask"], measures_of(objective)
+    in_place = program.remat is Remat.INFERENCE_MATCHED
+    scan = partial(_scan_into, layer_weights(gradient)) if in_place else lax.scan
 
     def loss_of(weights: Weights) -> tuple[Array, Array]:
-        current, *measured = predictions(program, measures, weights, columns, inside)
+        current, *measured = predictions(program, measures, weights, columns, inside, scan=scan)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
         # Tokens outside the mask, including padding, become zeros in segment 0. In place of the number of segments, the
         # objective gets the number of tokens, an upper bound. It depends only on the shape, so XLA does not compile
@@ -185,9 +199,50 @@ def accumulate(
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
 
     (loss, evaluated), added = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    finite = jnp.isfinite(loss)
-    total = {name: jnp.where(finite, gradient[name] + added[name], gradient[name]) for name in gradient}
+    total = {
+        name: part if in_place and name.startswith(LAYER) else gradient[name] + part for name, part in added.items()
+    }
     return program.divided(total), loss, evaluated
+
+
+def _scan_into(
+    so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, None]
+) -> tuple[Array, None]:
+    """Run layers like `lax.scan`; the gradient of their weights is its sum with `so_far`, in the memory of `so_far`."""
+    return _layers(layer, x, inputs[0], so_far), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layers(layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights) -> Array:
+    return lax.scan(layer, x, (weights, None))[0]
+
+
+def _layers_forward(
+    layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights
+) -> tuple[Array, tuple[Array, Weights, Weights]]:
+    out, inputs = lax.scan(lambda x, own: (layer(x, (own, None))[0], x), x, weights)
+    return out, (inputs, weights, so_far)
+
+
+def _layers_backward(
+    layer: Callable[..., Any], saved: tuple[Array, Weights, Weights], outward: Array
+) -> tuple[Array, Weights, None]:
+    inputs, weights, so_far = saved
+
+    def back(i: Array, state: tuple[Array, Weights]) -> tuple[Array, Weights]:
+        outward, total = state
+        place = len(inputs) - 1 - i
+        own = {name: array[place] for name, array in weights.items()}
+        _, pull = jax.vjp(lambda x, own: layer(x, (own, None))[0], inputs[place], own)
+        outward, added = pull(outward)
+        return outward, {name: array.at[place].add(added[name]) for name, array in total.items()}
+
+    with jax.default_matmul_precision("float32"):  # as in `predictions`, whose context has ended
+        outward, total = lax.fori_loop(0, len(inputs), back, (outward, so_far))
+    return outward, total, None
+
+
+_layers.defvjp(_layers_forward, _layers_backward)
 
 
 class Stepped(NamedTuple):

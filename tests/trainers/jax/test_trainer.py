@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
-from pipelinerl.trainers.jax import program as jax_program, worker as jax_worker
+from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, worker as jax_worker
 from pipelinerl.trainers.jax.attention import Rows
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -174,6 +174,34 @@ def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, model_p
     # RLAX §5.1: the forward pass of a training step equals the inference forward pass.
     inside = trainer.forward([batch])[0][batch.loss_mask]
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_several_micro_batches_add_up_with_rematerialisation(model_path, micro_batch):
+    path, batches = model_path("qwen3"), [micro_batch(select=part) for part in ([0, 2], [1, 3, 4], [5])]
+    plain, trainer = started(path), started(path, gradient_checkpointing=True)
+    for each in (plain, trainer):
+        each.backward(batches[:2], OBJECTIVE)
+        each.backward(batches[2:], OBJECTIVE)
+    assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
+
+
+def test_accumulation_and_step_need_no_second_copy_of_gradient_or_moments(model_path, micro_batch):
+    worker = started(model_path("llama"), gradient_checkpointing=True)._worker
+    config = replace(worker.config, hidden=256, intermediate=1024, layers=12)
+    program = replace(worker.program, config=config)
+    weights = {
+        each.name: jax.ShapeDtypeStruct(
+            each.stacked_shape, jnp.float32, sharding=jax_mesh.of_parameter(program.mesh, each)
+        )
+        for each in config.parameters
+    }
+    moments = worker.moments._replace(mu=weights, nu=weights)
+    _, columns = jax_worker.laid_out(program, micro_batch())
+    stepped = jax_program.step.lower(program, worker.optimizer, weights, moments, weights, np.float32(1e-3))
+    accumulated = jax_program.accumulate.lower(program, OBJECTIVE, weights, weights, columns)
+    size = sum(4 * array.size for array in weights.values())
+    assert accumulated.compile().memory_analysis().temp_size_in_bytes < 0.5 * size
+    assert stepped.compile().memory_analysis().temp_size_in_bytes < 0.1 * size
 
 
 def test_changing_the_kl_coefficient_compiles_no_program(model_path, micro_batch, compilations):

@@ -62,6 +62,7 @@ def hidden_states(
     *,
     fetch: Fetch = lambda layer: layer,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer,
+    scan: Callable[..., tuple[Array, Any]] = lax.scan,
 ) -> tuple[Array, State | None]:
     """Run all layers and the last norm.
 
@@ -72,6 +73,7 @@ def hidden_states(
         state: a pytree whose arrays have a leading dimension L; each layer receives its slice and returns a new one.
         fetch: applied to a layer's weights inside the loop, and to other weights where they are used.
         wrap: applied to the function of one layer, for rematerialisation.
+        scan: runs the layers; a trainer's also accumulates their gradients.
 
     Returns:
         […, D] in the dtype of the fetched weights, and the new state.
@@ -88,7 +90,7 @@ def hidden_states(
         h = rms_norm(x, own["post_attention_layernorm.weight"], config.norm_eps)
         return x + gated_mlp(own, h), cache
 
-    x, state = lax.scan(wrap(layer), x, (layer_weights(weights), state))
+    x, state = scan(wrap(layer), x, (layer_weights(weights), state))
     return rms_norm(x, fetch({NORM: weights[NORM]})[NORM], config.norm_eps), state
 
 

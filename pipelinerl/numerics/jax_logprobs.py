@@ -1,4 +1,4 @@
-"""Log-probs of tokens from hidden states, in JAX: softmax in fp32, with the logits computed piece by piece.
+"""Log-probs of tokens from hidden states, in JAX: softmax in fp32, with the needed logits computed piece by piece.
 
 The results agree with the definitions in `logprobs`. The vocabulary may be sharded over devices. A token's logit is
 therefore selected by comparing token ids: an index could point into another device's shard.
@@ -26,41 +26,112 @@ def token_predictions(
     head: Array,
     token_ids: Array,
     temperatures: Array,
+    needed: Array,
     *,
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int = LOGITS_AT_ONCE,
+    row_shards: int = 1,
 ) -> Array:
     """Return f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, then M measures.
 
-    With more than `logits_at_once` logits, columns are processed in pieces, and backward recomputes the logits.
+    If the logits of all tokens are more than `logits_at_once`, only those of needed tokens are computed, piece by
+    piece, and backward recomputes them. The size of a piece depends on shapes alone, so XLA compiles one program,
+    however many tokens are needed.
 
     Args:
         hidden: [R, C, D].
         head: [V, D], the output embedding.
         token_ids: i32 [R, C]; the token at [r, c] is predicted by hidden[r, c].
-        temperatures: f32 [R, C].
+        temperatures: f32 [R, C]; they get no gradient.
+        needed: bool [R, C]; the results of other tokens are undefined and must be ignored.
         measures: the M measures of each token's distribution to compute, such as its entropy.
+        row_shards: the number of devices over which rows are divided; each computes pieces of its own tokens.
     """
-    rows, columns, _ = hidden.shape
+    rows, columns, width = hidden.shape
+    shard = rows // row_shards * columns
     pieces = 1
-    while columns % (2 * pieces) == 0 and rows * (columns // pieces) * head.shape[0] > logits_at_once:
+    while shard % (2 * pieces) == 0 and rows * columns // pieces * head.shape[0] > logits_at_once:
         pieces *= 2
-    compute = partial(_piece, measures)
     if pieces == 1:
-        return compute(head, hidden, token_ids, temperatures)
+        return _piece(measures, head, hidden, token_ids, temperatures)
+    divided = (array.reshape(row_shards, shard) for array in (token_ids, temperatures, needed))
+    results = _in_pieces(measures, pieces, head, hidden.reshape(row_shards, shard, width), *divided)
+    return results.reshape(-1, rows, columns)
 
-    def split(array: Array) -> Array:
-        return jnp.moveaxis(array.reshape(rows, pieces, columns // pieces, *array.shape[2:]), 1, 0)
 
-    piece = jax.checkpoint(compute, policy=jax.checkpoint_policies.nothing_saveable)
-    done = lax.map(lambda part: piece(head, *part), (split(hidden), split(token_ids), split(temperatures)))
-    return jnp.moveaxis(done, 0, 2).reshape(1 + len(measures), rows, columns)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_pieces(
+    measures: tuple[HeadMeasure, ...],
+    pieces: int,
+    head: Array,
+    hidden: Array,
+    token_ids: Array,
+    temperatures: Array,
+    needed: Array,
+) -> Array:
+    """Return f32 [1 + M, S, T] for S shards of T tokens; the derivative is explicit because the loop is dynamic."""
+    count, places = _needed_first(needed, pieces)
+
+    def of_shard(hidden: Array, token_ids: Array, temperatures: Array, places: Array) -> Array:
+        def compute(i: Array, results: Array) -> Array:
+            at = places[i]
+            piece = _piece(measures, head, hidden[at], token_ids[at], temperatures[at])
+            return results.at[:, at].set(piece, unique_indices=True)
+
+        return lax.fori_loop(0, count, compute, jnp.zeros((1 + len(measures), len(hidden))))
+
+    return jax.vmap(of_shard, out_axes=1)(hidden, token_ids, temperatures, places)
+
+
+def _needed_first(needed: Array, pieces: int) -> tuple[Array, Array]:
+    """Return how many pieces hold the needed tokens of each shard, and i32 [S, pieces, T / pieces] tokens of each."""
+    shards, tokens = needed.shape
+    order = jnp.argsort(~needed, axis=1, stable=True).reshape(shards, pieces, -1)
+    return -(-needed.sum(axis=1).max() // (tokens // pieces)), order
+
+
+def _pieces_forward(measures: tuple[HeadMeasure, ...], pieces: int, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _in_pieces(measures, pieces, *inputs), inputs
+
+
+def _pieces_backward(
+    measures: tuple[HeadMeasure, ...], pieces: int, inputs: tuple[Array, ...], outward: Array
+) -> tuple[Array | None, ...]:
+    head, hidden, token_ids, temperatures, needed = inputs
+    count, places = _needed_first(needed, pieces)
+
+    def of_shard(
+        hidden: Array, token_ids: Array, temperatures: Array, places: Array, outward: Array
+    ) -> tuple[Array, Array]:
+        def add(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            at = places[i]
+            _, pull = jax.vjp(
+                lambda head, part: _piece(measures, head, part, token_ids[at], temperatures[at]), head, hidden[at]
+            )
+            of_head, of_part = pull(outward[:, at])
+            return so_far[0] + of_head, so_far[1].at[at].set(of_part, unique_indices=True)
+
+        return lax.fori_loop(0, count, add, (jnp.zeros_like(head), jnp.zeros_like(hidden)))
+
+    # Each shard has its own gradient of the head, so devices add theirs once, after all pieces.
+    of_head, of_hidden = jax.vmap(of_shard, in_axes=(0, 0, 0, 0, 1))(hidden, token_ids, temperatures, places, outward)
+    return of_head.sum(axis=0), of_hidden, None, None, None
+
+
+_in_pieces.defvjp(_pieces_forward, _pieces_backward)
 
 
 def _piece(
     measures: tuple[HeadMeasure, ...], head: Array, hidden: Array, token_ids: Array, temperatures: Array
 ) -> Array:
-    logits = jnp.einsum("rcd,vd->rcv", hidden, head, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        # By default, a TPU would multiply fp32 arrays in bf16.
+        "...d,vd->...v",
+        hidden,
+        head,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     logits = logits / temperatures[..., None]
     chosen = token_ids[..., None] == jnp.arange(head.shape[0])
     normaliser = jax.nn.logsumexp(logits, axis=-1)

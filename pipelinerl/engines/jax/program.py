@@ -15,53 +15,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import Sharding
 
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
-
-#: Block size of the flash kernel, in tokens. Prompts whose padded length is no multiple of it use plain attention.
-_BLOCK: Final = 128
+from pipelinerl.models.jax_splash import LANES, splash_attention
 
 
 class PromptAttention(StrEnum):
     """Implementations of causal attention within prompts.
 
         plain     all scores [P, H, T, T] in fp32: any platform, any length
-        flash     `jax.experimental.pallas.ops.tpu.flash_attention`: blocks of scores in on-chip memory
+        splash    `models.jax_splash`, blocks of scores in on-chip memory: padded lengths that are multiples of `LANES`,
+                  others use `plain`; not run on a TPU so far
 
-    The flash kernel is used for prompts only, because their scores grow with the square of the length. A decode step
-    has one query per row, so reading the cache takes most of its time, and XLA's own fusion handles it. The kernel
-    agrees with `plain` in Pallas's TPU interpreter on a CPU; it has not run on a TPU.
+    The kernel is used for prompts only, because their scores grow with the square of the length. A decode step has one
+    query per row, so reading the cache takes most of its time, and XLA's own fusion handles it.
     """
 
     PLAIN = "plain"
-    FLASH = "flash"
+    SPLASH = "splash"
 
     @classmethod
     def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """Return the implementation for `devices` devices; XLA cannot split the flash kernel among several of them."""
-        return cls.FLASH if platform == "tpu" and devices == 1 else cls.PLAIN
+        """Return the implementation for `devices` devices; XLA cannot split the kernel among several of them."""
+        return cls.SPLASH if platform == "tpu" and devices == 1 else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array) -> Array:
         """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d]."""
-        length, heads = query.shape[1:3]
-        if self is PromptAttention.PLAIN or length % _BLOCK:
-            order = jnp.arange(length)
-            return grouped_attention(query, key, value, (order[:, None] >= order)[None])
-        # The kernel lacks grouped-query attention, so repeat keys and values for the queries that share them.
-        query, key, value = (
-            jnp.repeat(jnp.moveaxis(array, 1, 2), heads // array.shape[2], axis=1) for array in (query, key, value)
-        )
-        attended = flash_attention(query, key, value, causal=True, sm_scale=query.shape[-1] ** -0.5)
-        return jnp.moveaxis(attended, 1, 2)
+        length = query.shape[1]
+        if self is PromptAttention.SPLASH and length % LANES == 0:
+            return splash_attention(query, key, value)
+        order = jnp.arange(length)
+        return grouped_attention(query, key, value, (order[:, None] >= order)[None])
 
 
 Weights = Mapping[str, Array]

@@ -2,11 +2,10 @@
 
     dense     computes the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time, and
               masks scores across segments
-    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids, which keeps blocks of scores in
-              on-chip memory, in forward and backward
+    splash    `models.jax_splash`, JAX's kernel for TPUs, which keeps blocks of scores in on-chip memory and skips those
+              above the diagonal; not run on a TPU so far
 
-The kernel multiplies in bf16, so an fp32 trainer uses `dense`. It was tested in Pallas's TPU interpreter on a CPU,
-where outputs and gradients agree with `dense`; it has not been run on a TPU.
+The kernel's backward pass multiplies in bf16, so an fp32 trainer uses `dense`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 from jax.sharding import Mesh, PartitionSpec as P
 from numpy.typing import NDArray
 
 from pipelinerl.models.jax_decoder import Attend, grouped_attention
+from pipelinerl.models.jax_splash import LANES, splash_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
 #: Number of queries per block; the scores of only one block are in memory at a time.
@@ -34,21 +33,21 @@ class PackedAttention(StrEnum):
     """Attention implementations for packed rows: each token attends to earlier tokens of its own segment."""
 
     DENSE = "dense"
-    FLASH = "flash"
+    SPLASH = "splash"
 
     @classmethod
     def on(cls, platform: str, *, compute: Any) -> PackedAttention:
         """Return the default implementation for a platform and compute dtype."""
-        return cls.FLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
+        return cls.SPLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
 
     @property
     def least_columns(self) -> int:
         """The minimum length of a row in tokens; the lengths of longer rows are powers of two."""
-        return 128 if self is PackedAttention.FLASH else 64
+        return LANES if self is PackedAttention.SPLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
         """Return an attention function (`attend` of `hidden_states`) for sharded rows [R, C] with these segment ids."""
-        return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
+        return _dense(segment_ids) if self is PackedAttention.DENSE else _splash(segment_ids, mesh)
 
 
 def _dense(segment_ids: Array) -> Attend:
@@ -71,27 +70,15 @@ def _dense(segment_ids: Array) -> Attend:
     return attend
 
 
-def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
-    heads = P(jax_mesh.ROWS, "tensor")
-
-    def own(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        """Compute attention on one device, for its own rows and heads [R, H, C, d]."""
-        scale = query.shape[-1] ** -0.5
-        return flash_attention(
-            query, key, value, segment_ids=SegmentIds(segments, segments), causal=True, sm_scale=scale
-        )
-
+def _splash(segment_ids: Array, mesh: Mesh) -> Attend:
+    rows, heads = P(jax_mesh.ROWS), P(jax_mesh.ROWS, None, "tensor")
+    # XLA cannot divide a kernel among devices, so each device computes its own rows and heads.
     divided = jax.shard_map(
-        own, mesh=mesh, in_specs=(heads, heads, heads, P(jax_mesh.ROWS)), out_specs=heads, check_vma=False
+        splash_attention, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
     )
 
     def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
-        # The kernel has no grouped-query attention, so repeat keys and values for the queries that share them.
-        count = query.shape[2]
-        query, key, value = (
-            jnp.repeat(jnp.moveaxis(array, 1, 2), count // array.shape[2], axis=1) for array in (query, key, value)
-        )
-        return jnp.moveaxis(divided(query, key, value, segment_ids), 1, 2), state
+        return divided(query, key, value, segment_ids), state
 
     return attend
 

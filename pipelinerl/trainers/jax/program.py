@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each is compiled once per program and row shape. A step donates the buffers that it replaces (weights, moments,
-gradient) to XLA, so memory never holds both their old and new values.
+Each is compiled once per program and row shape. `accumulate` and `step` donate the buffers that they replace (weights,
+moments, gradient) to XLA, so memory never holds both their old and new values.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, Final, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import Mesh, Sharding
 
 from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig
-from pipelinerl.models.jax_decoder import hidden_states, output_embedding
+from pipelinerl.models.jax_decoder import hidden_states, layer_weights, output_embedding
 from pipelinerl.numerics.dither import PERIOD, phase, thresholds
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
@@ -121,14 +122,25 @@ def _dithered(array: Array, noise: Array, shape: tuple[int, ...], names: tuple[s
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
     """Return log-probs, or values, f32 [R, C] of the tokens at their temperatures; 0 at segment starts and padding."""
-    return predictions(program, (), weights, columns)[0]
+    return predictions(program, (), weights, columns, columns["segment_ids"] != PADDING)[0]
 
 
 def predictions(
-    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
+    program: TrainerProgram,
+    measures: tuple[HeadMeasure, ...],
+    weights: Weights,
+    columns: Columns,
+    inside: Array,
+    *,
+    scan: Callable[..., tuple[Array, Any]] = lax.scan,
 ) -> Array:
-    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model)."""
+    """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model).
+
+    They are 0 for tokens that are not in `inside`, bool [R, C], whose logits are mostly not computed. `scan` runs the
+    layers.
+    """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
+    predicted = inside & (positions > 0)
     with jax.default_matmul_precision("float32"):  # by default, a TPU would multiply fp32 arrays in bf16
         hidden, _ = hidden_states(
             program.config,
@@ -138,12 +150,12 @@ def predictions(
             program.attention.within(segments, program.mesh),
             fetch=program.fetch,
             wrap=program.wrap,
+            scan=scan,
         )
         if program.config.scalar_head:
             ahead = program.values(weights, hidden)[None]
         else:
-            ahead = _ahead(program, measures, weights, hidden, columns)
-    predicted = (positions > 0) & (segments != PADDING)
+            ahead = _ahead(program, measures, weights, hidden, columns | {"predicted": predicted})
     return jnp.where(predicted, jnp.roll(ahead, 1, axis=2), 0.0)
 
 
@@ -151,21 +163,33 @@ def _ahead(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
 ) -> Array:
     """Return f32 [1 + M, R, C]: for each position, the predictions for the token after it."""
-    head = partial(token_predictions, measures=measures, logits_at_once=program.logits_at_once * program.mesh.size)
-    following, temperatures = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures"))
-    return program.replayed(head)(hidden, program.output_layer(weights), following, temperatures)
+    mesh = program.mesh
+    head = partial(
+        token_predictions,
+        measures=measures,
+        logits_at_once=program.logits_at_once * mesh.size,
+        row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
+    )
+    following = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures", "predicted"))
+    return program.replayed(head)(hidden, program.output_layer(weights), *following)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add a micro-batch's gradient if its loss is finite; return the accumulated gradient, the loss and predictions."""
+    """Add a micro-batch's gradient to `gradient`; return the sum, the loss and predictions.
+
+    With `Remat.INFERENCE_MATCHED`, the backward pass adds each layer's gradient to the donated sum, so memory holds no
+    second gradient of the layers.
+    """
 
     inside, measures = columns["loss_mask"], measures_of(objective)
+    in_place = program.remat is Remat.INFERENCE_MATCHED
+    scan = partial(_scan_into, layer_weights(gradient)) if in_place else lax.scan
 
     def loss_of(weights: Weights) -> tuple[Array, Array]:
-        current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
+        current, *measured = predictions(program, measures, weights, columns, inside, scan=scan)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
         # Tokens outside the mask, including padding, become zeros in segment 0. In place of the number of segments, the
         # objective gets the number of tokens, an upper bound. It depends only on the shape, so XLA does not compile
@@ -175,16 +199,57 @@ def accumulate(
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
 
     (loss, evaluated), added = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    finite = jnp.isfinite(loss)
-    total = {name: jnp.where(finite, gradient[name] + added[name], gradient[name]) for name in gradient}
+    total = {
+        name: part if in_place and name.startswith(LAYER) else gradient[name] + part for name, part in added.items()
+    }
     return program.divided(total), loss, evaluated
+
+
+def _scan_into(
+    so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, None]
+) -> tuple[Array, None]:
+    """Run layers like `lax.scan`; the gradient of their weights is its sum with `so_far`, in the memory of `so_far`."""
+    return _layers(layer, x, inputs[0], so_far), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layers(layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights) -> Array:
+    return lax.scan(layer, x, (weights, None))[0]
+
+
+def _layers_forward(
+    layer: Callable[..., Any], x: Array, weights: Weights, so_far: Weights
+) -> tuple[Array, tuple[Array, Weights, Weights]]:
+    out, inputs = lax.scan(lambda x, own: (layer(x, (own, None))[0], x), x, weights)
+    return out, (inputs, weights, so_far)
+
+
+def _layers_backward(
+    layer: Callable[..., Any], saved: tuple[Array, Weights, Weights], outward: Array
+) -> tuple[Array, Weights, None]:
+    inputs, weights, so_far = saved
+
+    def back(i: Array, state: tuple[Array, Weights]) -> tuple[Array, Weights]:
+        outward, total = state
+        place = len(inputs) - 1 - i
+        own = {name: array[place] for name, array in weights.items()}
+        _, pull = jax.vjp(lambda x, own: layer(x, (own, None))[0], inputs[place], own)
+        outward, added = pull(outward)
+        return outward, {name: array.at[place].add(added[name]) for name, array in total.items()}
+
+    with jax.default_matmul_precision("float32"):  # as in `predictions`, whose context has ended
+        outward, total = lax.fori_loop(0, len(inputs), back, (outward, so_far))
+    return outward, total, None
+
+
+_layers.defvjp(_layers_forward, _layers_backward)
 
 
 class Stepped(NamedTuple):
     """The result of one optimizer step: new weights and moments, and the gradient's norm before clipping."""
 
     weights: Weights
-    moments: Any
+    moments: optax.ScaleByAdamState
     norm: Array
 
 
@@ -193,38 +258,40 @@ def step(
     program: TrainerProgram,
     spec: OptimizerSpec,
     weights: Weights,
-    moments: Any,
+    moments: optax.ScaleByAdamState,
     gradient: Weights,
     learning_rate: Array,
 ) -> Stepped:
-    """Clip the gradient by torch's formula, then apply AdamW; if the gradient's norm is not finite, change nothing."""
+    """Clip the gradient by torch's formula, then apply AdamW (Loshchilov and Hutter 2019), without decay of vectors.
+
+    If the gradient's norm is not finite, change nothing.
+    """
     norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
-    clipped = {name: part * scale for name, part in gradient.items()}
-    updates, after = adamw(program.config, spec).update(clipped, moments, weights)
-    applied = {name: weights[name] - learning_rate * updates[name] for name in weights}
-    kept = partial(jax.tree.map, partial(jnp.where, jnp.isfinite(norm)))
-    return Stepped(program.divided(kept(applied, weights)), kept(after, moments), norm)
+    (b1, b2), count = spec.betas, moments.count + 1
+    means, squares, applied = {}, {}, {}
+    for parameter in program.config.parameters:
+        name = parameter.name
+        part, mean, square, weight = gradient[name] * scale, moments.mu[name], moments.nu[name], weights[name]
+        mean = jnp.where(finite, b1 * mean + (1 - b1) * part, mean)
+        square = jnp.where(finite, b2 * square + (1 - b2) * part * part, square)
+        # Without this barrier, XLA on a CPU computes the update from the old moments, and copies them first.
+        means[name], squares[name] = mean, square = lax.optimization_barrier((mean, square))
+        update = mean / (1 - b1**count) / (jnp.sqrt(square / (1 - b2**count)) + spec.eps)
+        if len(parameter.shape) >= 2:
+            update += spec.weight_decay * weight
+        applied[name] = jnp.where(finite, weight - learning_rate * update, weight)
+    after = optax.ScaleByAdamState(jnp.where(finite, count, moments.count), means, squares)
+    return Stepped(program.divided(applied), after, norm)
 
 
-def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Return AdamW without its learning rate, which varies by step. Vectors (biases and norms) get no weight decay."""
-    matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
-    return optax.chain(
-        optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),
-        optax.add_decayed_weights(spec.weight_decay, mask=matrices),
-    )
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) -> Any:
+def new_moments(program: TrainerProgram, weights: Weights) -> optax.ScaleByAdamState:
     """Return Adam's initial state, sharded like the weights."""
-    fresh = adamw(program.config, spec).init(weights)
-    adam = fresh[0]
-    return (adam._replace(mu=program.divided(adam.mu), nu=program.divided(adam.nu)), *fresh[1:])
+    count = jax_mesh.everywhere(program.mesh, np.zeros((), np.int32))
+    return optax.ScaleByAdamState(count=count, mu=zeros(weights), nu=zeros(weights))
 
 
-@jax.jit
 def zeros(weights: Weights) -> Weights:
     """Return a gradient of zeros, in the shapes and shardings of the weights."""
-    return jax.tree.map(jnp.zeros_like, weights)
+    return {name: jnp.zeros_like(array, device=array.sharding) for name, array in weights.items()}

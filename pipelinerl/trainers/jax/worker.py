@@ -50,12 +50,12 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", 
 @final
 @dataclass(slots=True)
 class JaxWorker:
-    """The weights, moments (optax's state) and gradient of one process; the gradient is None until `backward`."""
+    """The weights, Adam's moments and the gradient of one process; the gradient is None until `backward`."""
 
     program: TrainerProgram
     optimizer: OptimizerSpec
     weights: Weights
-    moments: Any
+    moments: optax.ScaleByAdamState
     model_version: int
     gradient: Weights | None = None
     rounding: Rounding = Rounding.NEAREST
@@ -125,11 +125,10 @@ class JaxWorker:
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
         rows, columns = laid_out(self.program, batch)
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
-        gradient, device_loss, logprobs = jax_program.accumulate(
+        self.gradient, device_loss, logprobs = jax_program.accumulate(
             self.program, objective, self._served(), so_far, columns
         )
         loss = float(device_loss)
-        self.gradient = gradient  # the old buffers were donated, so keep the new ones even if the loss is not finite
         if not math.isfinite(loss):
             self.gradient = None
             raise NonFiniteError(
@@ -172,8 +171,7 @@ class JaxWorker:
         jax_state.save_record(path, self._arrays(), config=self.config, model_version=self.model_version)
 
     def _arrays(self) -> jax_state.Kinds:
-        adam = self.moments[0]
-        return dict(zip(jax_state.KINDS, (self.weights, adam.mu, adam.nu), strict=True))
+        return dict(zip(jax_state.KINDS, (self.weights, self.moments.mu, self.moments.nu), strict=True))
 
 
 def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
@@ -217,8 +215,8 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    if requested is PackedAttention.FLASH and platform != "tpu":
-        raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
+    if requested is PackedAttention.SPLASH and platform != "tpu":
+        raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
     return PackedAttention.on(platform, compute=compute) if requested is None else requested
 
 
@@ -227,7 +225,7 @@ def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
         weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
     except ModelError as error:
         raise SpecError(f"model_path: {error}") from error
-    return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, spec.optimizer, weights), 0)
+    return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, weights), 0)
 
 
 def _restored(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
@@ -239,7 +237,6 @@ def _restored(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
     }
     arrays = saved.restore(parts)
     weights, mean, square = (arrays[kind] for kind in jax_state.KINDS)
-    adam, *others = jax.eval_shape(jax_program.adamw(program.config, spec.optimizer).init, weights)
-    count = jax_mesh.everywhere(program.mesh, np.asarray(saved.model_version, adam.count.dtype))
-    moments = (optax.ScaleByAdamState(count=count, mu=mean, nu=square), *others)
+    count = jax_mesh.everywhere(program.mesh, np.asarray(saved.model_version, np.int32))
+    moments = optax.ScaleByAdamState(count=count, mu=mean, nu=square)
     return JaxWorker(program, spec.optimizer, weights, moments, saved.model_version)

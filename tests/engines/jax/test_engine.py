@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from jax.experimental.pallas import tpu as pallas_tpu
 from jax.sharding import SingleDeviceSharding
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +36,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.interpreted_splash import interpret
 from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
@@ -367,15 +367,16 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
 # --- platforms and refusals ----------------------------------------------------------------------------------------
 
 
-def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter() -> None:
+def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
     random = rng.generator(0, "attention")
     query, key, value = (
-        jax.numpy.asarray(random.standard_normal((1, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
+        jax.numpy.asarray(random.standard_normal((2, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
     )
-    with pallas_tpu.force_tpu_interpret_mode():
-        flash = PromptAttention.FLASH.causal(query, key, value)
-    assert np.allclose(flash, PromptAttention.PLAIN.causal(query, key, value), atol=2e-5)
-    assert PromptAttention.on("tpu", devices=1) is PromptAttention.FLASH
+    splash = PromptAttention.SPLASH.causal(query, key, value)
+    assert np.allclose(splash, PromptAttention.PLAIN.causal(query, key, value), atol=2e-5)
+    assert PromptAttention.on("tpu", devices=1) is PromptAttention.SPLASH
+    assert PromptAttention.on("tpu", devices=2) is PromptAttention.PLAIN
     assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
 
 

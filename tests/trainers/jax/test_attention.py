@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pallas_tpu
 
 from pipelinerl.rng import generator
 from pipelinerl.trainers.jax import attention as jax_attention, mesh as jax_mesh
 from pipelinerl.trainers.jax.attention import PADDING, PackedAttention, Rows
 from pipelinerl.trainers.jax.mesh import MeshShape
+from tests.fakes.interpreted_splash import interpret
 from tests.trainers.jax.test_segments import positions_of
 
 
@@ -55,27 +55,25 @@ def test_jax_attention_stays_within_segments(at_once, monkeypatch):
         np.testing.assert_allclose(np.asarray(attended[row]), expected, atol=1e-5)
 
 
-@pytest.mark.slow  # the interpreter is slow
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=["one device", "rows and heads divided"])
-def test_interpreted_tpu_kernel_and_gradient_equal_dense_attention(axes):
-    lengths, heads = ((100, 28, 90, 3), (4, 2, 2)) if axes else ((60, 28, 30), (2, 1, 1))
+@pytest.mark.parametrize(
+    "axes", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}], ids=["one device", "rows and heads"]
+)
+def test_interpreted_tpu_kernel_and_gradient_equal_dense_attention(axes, monkeypatch):
+    interpret(monkeypatch)
+    lengths, heads = (100, 28, 90, 3), (4, 2, 2)
     arrays, ids = random_rows(lengths, heads=heads, width=16, multiple=2 if axes else 1, least_columns=128)
     outward = jnp.asarray(generator(1, "attention").normal(size=arrays[0].shape), jnp.float32)
 
     def gradients(attention):
         attend = attention.within(ids, mesh_of(**axes))
-        with jax.default_matmul_precision("float32"):
-            value, pull = jax.vjp(lambda *arrays: attend(*arrays, None)[0], *arrays)
-            return value, *pull(outward)
+        value, pull = jax.vjp(lambda *arrays: attend(*arrays, None)[0], *arrays)
+        return value, *pull(outward)
 
-    inside = np.asarray(ids != PADDING)
-    with pallas_tpu.force_tpu_interpret_mode():
-        flash = gradients(PackedAttention.FLASH)
-    for ours, dense in zip(flash, gradients(PackedAttention.DENSE), strict=True):
-        np.testing.assert_allclose(np.asarray(ours)[inside], np.asarray(dense)[inside], atol=5e-5)
+    for ours, dense in zip(gradients(PackedAttention.SPLASH), gradients(PackedAttention.DENSE), strict=True):
+        np.testing.assert_allclose(ours, dense, atol=5e-5)
 
 
 def test_tpu_attention_kernel_is_chosen_only_for_bf16_on_a_tpu():
-    assert PackedAttention.on("tpu", compute=jnp.bfloat16) is PackedAttention.FLASH
+    assert PackedAttention.on("tpu", compute=jnp.bfloat16) is PackedAttention.SPLASH
     assert PackedAttention.on("tpu", compute=jnp.float32) is PackedAttention.DENSE
     assert PackedAttention.on("cpu", compute=jnp.bfloat16) is PackedAttention.DENSE

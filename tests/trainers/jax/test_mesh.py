@@ -6,6 +6,7 @@ import pytest
 
 from pipelinerl.models.jax_decoder import place_weights
 from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.jax import program as jax_program
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from tests.fakes.jax_weights import exported
 from trainer_contract.conformance import Status, run
@@ -68,10 +69,10 @@ def test_jax_trainer_on_a_mesh_passes_the_conformance_kit(model_path, tmp_path):
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
-def test_jax_weights_and_moments_are_sharded_over_the_mesh(model_path):
+def test_jax_weights_moments_and_fresh_gradient_are_sharded_over_the_mesh(model_path):
     worker = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2})._worker
     name = "model.layers.*.mlp.gate_proj.weight"
-    for array in (worker.weights[name], worker.moments[0].mu[name]):
+    for array in (worker.weights[name], worker.moments.mu[name], jax_program.zeros(worker.weights)[name]):
         assert len(array.sharding.device_set) == 4
         assert array.sharding.shard_shape(array.shape) == (2, 24, 16)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
-from pipelinerl.trainers.jax import program as jax_program, worker as jax_worker
+from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, worker as jax_worker
 from pipelinerl.trainers.jax.attention import Rows
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -176,6 +176,34 @@ def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, model_p
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
 
 
+def test_gradients_of_several_micro_batches_add_up_with_rematerialisation(model_path, micro_batch):
+    path, batches = model_path("qwen3"), [micro_batch(select=part) for part in ([0, 2], [1, 3, 4], [5])]
+    plain, trainer = started(path), started(path, gradient_checkpointing=True)
+    for each in (plain, trainer):
+        each.backward(batches[:2], OBJECTIVE)
+        each.backward(batches[2:], OBJECTIVE)
+    assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
+
+
+def test_accumulation_and_step_need_no_second_copy_of_gradient_or_moments(model_path, micro_batch):
+    worker = started(model_path("llama"), gradient_checkpointing=True)._worker
+    config = replace(worker.config, hidden=256, intermediate=1024, layers=12)
+    program = replace(worker.program, config=config)
+    weights = {
+        each.name: jax.ShapeDtypeStruct(
+            each.stacked_shape, jnp.float32, sharding=jax_mesh.of_parameter(program.mesh, each)
+        )
+        for each in config.parameters
+    }
+    moments = worker.moments._replace(mu=weights, nu=weights)
+    _, columns = jax_worker.laid_out(program, micro_batch())
+    stepped = jax_program.step.lower(program, worker.optimizer, weights, moments, weights, np.float32(1e-3))
+    accumulated = jax_program.accumulate.lower(program, OBJECTIVE, weights, weights, columns)
+    size = sum(4 * array.size for array in weights.values())
+    assert accumulated.compile().memory_analysis().temp_size_in_bytes < 0.5 * size
+    assert stepped.compile().memory_analysis().temp_size_in_bytes < 0.1 * size
+
+
 def test_changing_the_kl_coefficient_compiles_no_program(model_path, micro_batch, compilations):
     trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
     batch = replace(batch, ref_logprobs=1.1 * trainer.forward([batch])[0])
@@ -230,11 +258,30 @@ def test_training_forward_matches_inference_bit_for_bit(precision, model_path, m
     assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
 
 
-def test_chunked_vocabulary_gives_the_same_log_probs(model_path, micro_batch):
-    path, batch = model_path("qwen2"), micro_batch()
-    whole, pieces = started(path), started(path)
+@pytest.mark.parametrize(
+    "mesh", [{}, {"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
+    """Pieces without tokens in the loss are skipped on the backward pass, those without predicted tokens on forward."""
+    path, batch = model_path("qwen2"), micro_batch(lengths=(60, 9, 4, 40, 2, 17, 9, 50, 33))
+    whole, pieces = started(path), started(path, options={"mesh": mesh}, gradient_checkpointing=True)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
-    np.testing.assert_allclose(pieces.forward([batch])[0], whole.forward([batch])[0], atol=1e-6)
+    forward = pieces.forward([batch])[0]
+    np.testing.assert_allclose(forward, whole.forward([batch])[0], atol=1e-6)
+    for part in (batch, replace(batch, loss_mask=batch.loss_mask & (batch.position_ids > 30))):
+        ours, theirs = (trainer.backward([part], OBJECTIVE)[0] for trainer in (pieces, whole))
+        assert ours.predictions[part.loss_mask].tobytes() == forward[part.loss_mask].tobytes()
+        assert not ours.predictions[~part.loss_mask].any()
+        np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
+        assert largest_relative_difference(gradients(pieces), gradients(whole)) <= 1e-5
+
+
+def test_share_of_tokens_in_the_loss_compiles_no_program(model_path, micro_batch, compilations):
+    trainer, batch = started(model_path("llama")), micro_batch()
+    trainer._worker.program = replace(trainer._worker.program, logits_at_once=10 * VOCAB)
+    for least in (0, 5, 20, 39):
+        trainer.backward([replace(batch, loss_mask=batch.loss_mask & (batch.position_ids >= least))], OBJECTIVE)
+    assert compilations.count("jit(accumulate)") == 1
 
 
 def test_bf16_trainer_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
@@ -315,10 +362,10 @@ def test_altered_byte_in_a_trainer_state_is_detected(model_path, tmp_path):
         ({"options": {"mesh": {"fsdp": 0}}}, "options.mesh.fsdp must be a whole number of at least 1, got 0"),
         ({"options": {"mesh": 2}}, "options.mesh must be a table, got 2"),
         ({"options": {"remat": "some"}}, "options.remat must be one of none, matmuls, inference_matched, got 'some'"),
-        ({"options": {"attention": "sparse"}}, "options.attention must be one of dense, flash, got 'sparse'"),
+        ({"options": {"attention": "sparse"}}, "options.attention must be one of dense, splash, got 'sparse'"),
         (
-            {"options": {"attention": "flash"}},
-            '"flash" is a kernel for TPUs, got cpu',
+            {"options": {"attention": "splash"}},
+            '"splash" is a kernel for TPUs, got cpu',
         ),
         ({"options": {"mesh": {"tensor": 4}}}, "tensor=4 does not divide the model's 2 key-value heads"),
         ({"options": {"mesh": {"fsdp": 5}}}, r"fsdp=5 does not divide the 32 of 'model.embed_tokens.weight'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.memory_budget import budget_of
@@ -21,10 +21,10 @@ from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.roles.wiring import is_url, references_of
 from pipelinerl.system.machine import has_accelerator
-from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import gradients_of, mesh_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
+from pipelinerl.trainers.torch.options import options_of
 from trainer_contract.types import Device, Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
@@ -151,8 +151,8 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     section = config.trainer
     if section.type != "torch":
         return None
-    lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
-    optimizer, longest = optimizer_of(section.options), config.engine.context_length
+    options, longest = options_of(section.options), config.engine.context_length
+    lora, mesh, optimizer = options.lora, options.mesh, options.optimizer
     tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
     answer_share = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
@@ -170,7 +170,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         references=sum(not is_url(place) for place in set(references_of(config, objective).values())),
         moments=optimizer.moments,
         place=optimizer.place,
-        gradients=gradients_of(section.options),
+        gradients=options.gradients,
         on_gpu=on_accelerator(section.device),
     )
 
@@ -323,10 +323,6 @@ def _halves(number: int, least: int) -> Sequence[int]:
     while (number := number // 2) >= least:
         halves.append(number)
     return halves
-
-
-def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "distributed"}
 
 
 def gib(size: int) -> str:

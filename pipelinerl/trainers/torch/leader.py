@@ -32,6 +32,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_spec,
 )
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, RankResults, Ranks, lead, one_ahead
+from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
@@ -39,6 +40,7 @@ from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
+from pipelinerl.trainers.torch.shard_files import write_index
 from trainer_contract.errors import NonFiniteError, RankError, TrainerError
 from trainer_contract.types import (
     Float32,
@@ -66,11 +68,10 @@ class MeshLeader:
         self.has_gradient = False
 
     @classmethod
-    def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshLeader:
+    def started(cls, spec: TrainerSpec, options: TorchOptions, distributed: Distributed) -> MeshLeader:
         """Wait for the other ranks if they have not joined yet, then load the model on all ranks."""
-        assert options.distributed is not None, "one process needs no leader"
-        ranks, number, plain = lead(options.distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
-        begin = partial(MeshWorker.started, spec, options.mesh)
+        ranks, number, plain = lead(distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
+        begin = partial(MeshWorker.started, spec, options)
         try:
             worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
         except RankError:
@@ -177,42 +178,26 @@ class MeshLeader:
         """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
-            self._save_adapters(path, adapters)
-            return
-        command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
-        self._ranks.together(lambda _: command, own, lane=Lane.READS)
-        torch_state.save_divided(
-            path,
-            config=worker.model.model.model.config,
-            shapes=worker.model.shapes,
-            shards=worker.mesh.shards,
-            steps={name: worker.steps_of(name) for name in worker.model.trained} if worker.has_moments else {},
-            random=worker.random,
-            head=worker.spec.head,
-            model_version=worker.model_version,
-        )
-
-    def _save_adapters(self, path: Path, adapters: Adapters) -> None:
-        worker = self._worker
+            trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
+            adapters.save(path / torch_state.ADAPTER, base=worker.spec.model_path, values=trained)
+        else:
+            command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
+            self._ranks.together(lambda _: command, own, lane=Lane.READS)
+            write_index(path, worker.mesh.shards, worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
-            kinds = {str(kind): self._gathered([name], kind)[0] for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
-            moments[name] = {"step": worker.steps_of(name), **kinds}
-        trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
+            moments[name] = {"step": worker.steps_of(name)}
+            if adapters is not None:
+                for kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+                    moments[name][str(kind)] = self._gathered([name], kind)[0]
         torch_state.save(
             path,
-            model=worker.model.model,
-            weights=trained,
+            config=worker.loaded.config,
             random=worker.random,
             head=worker.spec.head,
             moments=moments,
             model_version=worker.model_version,
-            adapters=torch_state.SavedAdapters(
-                write=lambda directory: adapters.save(
-                    directory, base=worker.spec.model_path, own=trained, pairs=adapters.pairs_of(trained)
-                ),
-                record=adapters.record(digest=worker.loaded.base_digest),
-            ),
+            lora=adapters and adapters.record(digest=worker.loaded.base_digest),
         )
 
     def close(self) -> None:

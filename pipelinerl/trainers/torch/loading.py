@@ -177,7 +177,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
     gather_dtype = _gather_dtype(spec)
     with torch_state.damage_is_state_error(saved if is_whole else None):
         model, reader = _load(source, spec, served=gather_dtype)
-        adapters = Adapters.of(model, lora)
+        adapters = None if lora is None else Adapters(model, lora)
     if adapters is not None and adapters.reaches_output and spec.head_precision is HeadPrecision.FP32:
         raise SpecError(
             "options.lora.targets names the output layer, and model.head_precision = fp32 computes it with the weights "
@@ -189,11 +189,6 @@ def load(spec: TrainerSpec) -> LoadedModel:
         adapters.restore(saved.adapter_path)
     compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
     return LoadedModel(model, config, saved, reader, gather_dtype, adapters, digest, compact)
-
-
-def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
-    """Seed the adapters' dropout from step and rank only, so that a resumed run drops the same inputs."""
-    torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
 
 
 def refuse_device(device: Device) -> None:

@@ -130,7 +130,7 @@ class PackedModel(nn.Module):
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face model directory with these parameter values."""
-        save_model(self.model, path, {**self._buffers_saved, **weights})
+        self.model.save_pretrained(path, state_dict={**self._buffers_saved, **weights})
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
@@ -153,11 +153,6 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a model directory stores; call this before any pass over a sharded model."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-
-
-def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a Hugging Face model directory with these parameters and buffers."""
-    model.save_pretrained(path, state_dict=dict(tensors))
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:

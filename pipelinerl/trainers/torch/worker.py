@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import cast, final
 
@@ -24,11 +23,19 @@ from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
-from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, compile_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
+from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
-from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted, require_finite
+from pipelinerl.trainers.torch.passes import (
+    PassSetting,
+    broken_loss,
+    evaluate,
+    made_up_batch,
+    predict,
+    predicted,
+    require_finite,
+)
 from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
@@ -84,20 +91,18 @@ class TorchWorker:
     probe: UpdateProbe | None = None
 
     @classmethod
-    def started(cls, spec: TrainerSpec) -> TorchWorker:
+    def started(cls, spec: TrainerSpec, options: TorchOptions) -> TorchWorker:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
-        loaded, options = load(spec), optimizer_of(spec.options)
+        loaded = load(spec)
         text = loaded.config.get_text_config()
-        attention = planning(
-            attention_of(spec.options), spec.precision, accelerator.device, text.to_dict(), spec.kernels
-        )
+        attention = planning(options.attention, spec.precision, accelerator.device, text.to_dict(), spec.kernels)
         log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
-        masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
+        masters = loaded.move_to(accelerator.device, masters=options.optimizer.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
-        compiles = compile_of(spec.options)
+        compiles = options.compile
         if compiles is None:
             compiles = _is_worth_compiling(loaded.model, accelerator.device)
         if compiles:
@@ -111,7 +116,7 @@ class TorchWorker:
         }
         for parameter, master in apart.items():
             parameter.detach().copy_(master.rounded(master.values))
-        optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
+        optimizer = adamw(trained.values(), spec.optimizer, options.optimizer, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,
             accelerator=accelerator,
@@ -133,7 +138,7 @@ class TorchWorker:
         if loaded.saved is not None:
             moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
             for name, its in moments.items():
-                optimizer.state[trained[name]] = restored_state(its, trained[name], options)
+                optimizer.state[trained[name]] = restored_state(its, trained[name], options.optimizer)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
         worker._serve()
@@ -195,7 +200,9 @@ class TorchWorker:
     def _warm_up(self) -> None:
         """Compile the layers by passes over made-up tokens, so that this happens while engines start."""
         log.info("layers: compiling")
-        batch = _made_up_batch(self.vocab_size)
+        # Segments of different lengths, with enough loss tokens for several pieces of the logits of a large vocabulary:
+        # otherwise torch would compile some parts again for the first real batch.
+        batch = made_up_batch(np.arange(33, 145, 8), vocab_size=self.vocab_size)
         with self._computing_as_engines():
             with torch.no_grad():
                 predict(self.model, self.setting, batch, batch.loss_mask)
@@ -276,19 +283,18 @@ class TorchWorker:
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
         names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
+        if adapters is None:
+            self.unwrapped.save(path / "model", {**self.own, **self.masters})
+        else:
+            adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(
             path,
-            model=self.unwrapped,
-            weights={**self.own, **self.masters},
+            config=self.unwrapped.model.config,
             random=self.random,
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
             model_version=self.model_version,
-            adapters=adapters
-            and torch_state.SavedAdapters(
-                write=partial(adapters.save, base=self.spec.model_path, own=self.own),
-                record=adapters.record(digest=self.base_digest),
-            ),
+            lora=adapters and adapters.record(digest=self.base_digest),
         )
 
     def close(self) -> None:
@@ -312,27 +318,6 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
-
-
-def _made_up_batch(vocab_size: int) -> MicroBatch:
-    """Return a micro-batch of segments of different lengths, with enough loss tokens for several pieces of the logits
-    of a large vocabulary: otherwise torch would compile some parts again for the first real batch.
-    """
-    lengths = np.arange(33, 145, 8)
-    count = int(lengths.sum())
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    zeros = np.zeros(count, np.float32)
-    return MicroBatch(
-        token_ids=np.arange(count, dtype=np.int32) % vocab_size,
-        position_ids=positions,
-        segment_ids=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        loss_mask=positions > 0,
-        advantages=zeros,
-        weights=zeros,
-        behavior_logprobs=zeros,
-        temperatures=np.ones(count, np.float32),
-        num_segments=len(lengths),
-    )
 
 
 @contextmanager

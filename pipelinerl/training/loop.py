@@ -47,7 +47,7 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.canary_check import CanaryCheck
 from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.finite_check import NonFiniteStep
@@ -107,7 +107,7 @@ class TrainingLoop:
         objective: PolicyObjective,
         stream: Stream,
         publisher: Publisher,
-        canary_checker: CanaryChecker,
+        check_canary: CanaryCheck,
         checkpoints: CheckpointStore,
         restored: TrainingState | None,
         at: Callable[[int], None] = lambda version: None,
@@ -148,7 +148,7 @@ class TrainingLoop:
             self._trainer,
             self._link,
             publisher,
-            canary_checker,
+            check_canary,
             worker=self._worker,
             on_update=settings.on_update,
             timeout_s=settings.publish_timeout_s,
@@ -207,7 +207,7 @@ class TrainingLoop:
             figures = taken.figures | {
                 "wait_s": collected - started,
                 "step_s": time.monotonic() - collected,
-                "waiting_groups": self._batcher.num_waiting,
+                "waiting_groups": len(self._batcher.waiting),
                 "stale_tokens": self._batcher.stale_tokens,
                 **self._scope_figures(),
             }
@@ -253,7 +253,7 @@ class TrainingLoop:
             if time.monotonic() - progress_at > self._settings.deadline_s:
                 raise DeadlineError(
                     f"step {self._version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
-                    f"{self._batcher.num_waiting} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
+                    f"{len(self._batcher.waiting)} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
                     "see what the controller waits for with `pipelinerl status`"
                 )
             waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)
@@ -348,7 +348,7 @@ class TrainingLoop:
         self._objective.trained(batch.scored)
         by = self._watch.stepped(
             accumulated.batch,
-            accumulated.micro_batches,
+            accumulated.batch.micro_batches,
             version=self._version,
             losses=accumulated.losses,
             entropies=accumulated.measured.of_tokens,

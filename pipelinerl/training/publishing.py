@@ -28,7 +28,7 @@ from pipelinerl.messages import (
     encode_struct,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.canary_check import CanaryCheck
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
@@ -47,7 +47,7 @@ class Publishing:
             await link.raise_if_fenced()
             await publisher.publish(publication)
             await link.report(Published(...))
-            await canary_checker.check(directive.to_verify, report, forward)
+            await check_canary(directive.to_verify, report, forward)
             await link.report(CanaryChecked(...))
         step.accumulate(batch)                   # reads the weights, too
         await publishing.finish()                # the task has ended: the engines have the weights
@@ -61,7 +61,7 @@ class Publishing:
         trainer: Trainer,
         link: ControllerLink,
         publisher: Publisher,
-        canary_checker: CanaryChecker,
+        check_canary: CanaryCheck,
         *,
         worker: Executor,
         on_update: OnUpdate,
@@ -74,7 +74,7 @@ class Publishing:
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
-        self._canary_checker = canary_checker
+        self._check_canary = check_canary
         self._worker = worker
         self._layout = wire_layout(trainer.weight_layout())
         self._on_update = on_update
@@ -133,7 +133,7 @@ class Publishing:
             )
         )
         if requested := [url for url in directive.to_verify if url in report.pauses_s]:
-            findings = await self._canary_checker.check(requested, report, self._forward)
+            findings = await self._check_canary(requested, report, self._forward)
             await self._link.report(
                 CanaryChecked(
                     epoch=report.epoch,

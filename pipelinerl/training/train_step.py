@@ -48,15 +48,10 @@ class Accumulated:
     measured: MeasuredEntropy
 
     @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of the whole batch."""
-        return self.batch.micro_batches
-
-    @property
     def losses(self) -> list[LossStats | None]:
         """Each micro-batch's loss at the weights from which the step starts; None outside the first mini-batch."""
         known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
-        return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
+        return [known.get(id(micro_batch)) for micro_batch in self.batch.micro_batches]
 
 
 class StepResult(NamedTuple):
@@ -137,7 +132,7 @@ class TrainStep:
         figures = {
             **figures_of(updates, objective, held_version=batch.producing - 1),
             **(self.passes.history.figures() if self.passes.history else {}),
-            **_kl_reference(accumulated.micro_batches, reads="ref_logprobs" in objective.passes),
+            **_kl_reference(batch.micro_batches, reads="ref_logprobs" in objective.passes),
             **accumulated.measured.figures,
         }
         if mini_batching.updates == 1:
@@ -188,10 +183,7 @@ class TrainStep:
         for name, call in self.passes.plan(needs, batch, objective=objective).items():
             with finite_check.naming(name, batch.orders):
                 columns = call(completed)
-            completed = [
-                with_columns(micro_batch, {name: column})
-                for micro_batch, column in zip(completed, columns, strict=True)
-            ]
+            completed = [with_columns(each, {name: column}) for each, column in zip(completed, columns, strict=True)]
         finite_check.check_columns(batch, completed)
         if objective.late_columns:
             completed = batch.with_advantages(objective, completed)
@@ -210,7 +202,7 @@ class TrainStep:
         given = completed
         if beta is not None:
             factors = [np.full(micro_batch.num_tokens, beta, np.float32) for micro_batch in completed]
-            given = [with_columns(each, {"kl_coefficients": f}) for each, f in zip(completed, factors, strict=True)]
+            given = [replace(each, kl_coefficients=f) for each, f in zip(completed, factors, strict=True)]
         streamed = batch.losses.objective(compiled)
         blank = [name for name in streamed.needs if demonstrations and getattr(demonstrations[0], name, 0) is None]
         others = [

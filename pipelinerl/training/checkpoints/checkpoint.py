@@ -127,9 +127,8 @@ class CheckpointStore:
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
         with ExitStack() as undone:
-            undone.callback(
-                shutil.rmtree, temporary, ignore_errors=True
-            )  # after an error, such as a full disk, free the space
+            # After an error, such as a full disk, free the space.
+            undone.callback(shutil.rmtree, temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             write_weights(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
@@ -424,7 +423,7 @@ class Checkpointing:
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began
-        self._capturing = asyncio.create_task(self._insist(state, lambda: self._beside(capture)))
+        self._capturing = asyncio.create_task(self._insist(state, capture))
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
@@ -458,18 +457,19 @@ class Checkpointing:
 
     async def _settle(self, state: TrainingState, capturing: Awaitable[Capture]) -> None:
         captured = await capturing
-        path = await self._insist(state, lambda: self._beside(lambda: self._store.commit(captured)))
-        await self._insist(state, lambda: self._beside(lambda: self._store.copy(path)))
+        path = await self._insist(state, lambda: self._store.commit(captured))
+        await self._insist(state, lambda: self._store.copy(path))
         await self._trim(await self._beside(self._store.oldest_kept_offsets), state.epoch)
         await self._report(
             Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )
 
-    async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _insist(self, state: TrainingState, attempt: Callable[[], T]) -> T:
+        """Call `attempt` on a thread, again and again until it succeeds, fails permanently, or the deadline passes."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:
-            trial = asyncio.ensure_future(attempt())
+            trial = asyncio.ensure_future(self._beside(attempt))
             try:
                 await asyncio.wait({trial})
             finally:

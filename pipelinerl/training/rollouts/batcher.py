@@ -87,11 +87,6 @@ class Batcher:
         self._abandoned: list[int] = []
 
     @property
-    def num_waiting(self) -> int:
-        """The number of groups that wait to be trained."""
-        return len(self._waiting)
-
-    @property
     def waiting(self) -> list[int]:
         """The orders of the waiting groups."""
         return sorted(self._waiting)
@@ -202,7 +197,11 @@ class Batcher:
             for index, group in self._waiting.items()
         }
         fresh = {index: part for index, part in parts.items() if part is not None and usable(part)}
-        self._drop_stale(lambda group: group.index not in fresh)
+        stale = [index for index in self._waiting if index not in fresh]
+        dropped = [self._waiting.pop(index) for index in stale]
+        self.stale_tokens += sum(map(_sampled_tokens, dropped))
+        self.ledger.settle(stale, GroupOutcome.STALE)
+        self._ended(dropped, GroupOutcome.STALE, "stale")
         for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
             if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not self._signal(fresh[index])):
                 group = self._waiting.pop(index)
@@ -211,18 +210,12 @@ class Batcher:
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
-        left_out = len(group.rollouts) - len(part.rollouts)
-        self.stale_rollouts += left_out
-        if left_out:
-            tokens = (sum(each.num_sampled_tokens for each in whole.rollouts) for whole in (group, part))
-            self.stale_tokens += next(tokens) - next(tokens)
+        self.stale_rollouts += len(group.rollouts) - len(part.rollouts)
+        self.stale_tokens += _sampled_tokens(group) - _sampled_tokens(part)
 
-    def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
-        stale = [index for index, group in self._waiting.items() if refused(group)]
-        dropped = [self._waiting.pop(index) for index in stale]
-        self.stale_tokens += sum(rollout.num_sampled_tokens for group in dropped for rollout in group.rollouts)
-        self.ledger.settle(stale, GroupOutcome.STALE)
-        self._ended(dropped, GroupOutcome.STALE, "stale")
+
+def _sampled_tokens(group: RolloutGroup) -> int:
+    return sum(rollout.num_sampled_tokens for rollout in group.rollouts)
 
 
 def awaited(

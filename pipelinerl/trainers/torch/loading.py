@@ -173,7 +173,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
         saved.check_kind(has_adapters=lora is not None)
     # The values of a sharded state are read later, when parameters get memory.
     is_whole = saved is not None and lora is None and saved.shards is None
-    source = saved.model_path if saved is not None and is_whole else spec.model_path
+    source = saved.path / torch_state.MODEL if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
     with torch_state.damage_is_state_error(saved if is_whole else None):
         model, reader = _load(source, spec, served=gather_dtype)
@@ -186,7 +186,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
     digest = "" if adapters is None else weights_digest(spec.model_path)
     if adapters is not None and saved is not None:
         saved.check_adapters(adapters.record(digest=digest))
-        adapters.restore(saved.adapter_path)
+        adapters.restore(saved.path / torch_state.ADAPTER)
     compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
     return LoadedModel(model, config, saved, reader, gather_dtype, adapters, digest, compact)
 

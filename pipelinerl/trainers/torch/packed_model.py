@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
@@ -207,15 +207,13 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data = values
 
 
-class ReadableModel(NamedTuple):
-    """Either a model on the meta device and the reader of its parameters, or a loaded model and None."""
+def load_for_training(
+    path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm"
+) -> tuple[PreTrainedModel, WeightReader | None]:
+    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError.
 
-    model: PreTrainedModel
-    reader: WeightReader | None
-
-
-def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError."""
+    Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
+    """
     try:
         model = load_structure(path, attention=IMPLEMENTATION, part=part)
         reader = WeightReader.of(path, model)
@@ -236,7 +234,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
     model.train(gradient_checkpointing)
-    return ReadableModel(model, reader)
+    return model, reader
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

@@ -35,7 +35,8 @@ from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
 MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
-#: Name of the directory of adapters inside a state.
+#: Names of the directories of a whole model and of adapters inside a state.
+MODEL: Final = "model"
 ADAPTER: Final = "adapter"
 #: Fields of config.json that do not affect what the model computes.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
@@ -79,16 +80,6 @@ class TorchSavedState:
     tensors: Mapping[str, Tensor]
     lora: Mapping[str, Any] | None
     shards: ShardFiles | None
-
-    @property
-    def model_path(self) -> Path:
-        """The directory of the saved model, if it was trained whole."""
-        return self.path / "model"
-
-    @property
-    def adapter_path(self) -> Path:
-        """The directory of the saved adapters, if adapters were trained."""
-        return self.path / ADAPTER
 
     def check_kind(self, *, has_adapters: bool) -> None:
         """Raise StateError if a state of adapters would resume as a whole model, or vice versa."""
@@ -178,7 +169,7 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
     if record.get("head") != head:
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
     lora, shards = record.get("lora"), ShardFiles.of(path)
-    folder = "model" if lora is None else ADAPTER
+    folder = MODEL if lora is None else ADAPTER
     if shards is None and head is Head.VALUE and not (path / folder / VALUE_HEAD_FILE).is_file():
         raise StateError(f"the trainer state in {path} lacks {folder}/{VALUE_HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:

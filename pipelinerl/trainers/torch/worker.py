@@ -284,7 +284,7 @@ class TorchWorker:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
         names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
         if adapters is None:
-            self.unwrapped.save(path / "model", {**self.own, **self.masters})
+            self.unwrapped.save(path / torch_state.MODEL, {**self.own, **self.masters})
         else:
             adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(

@@ -8,10 +8,11 @@ Everything except the draw runs on the log's own thread.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self, TypeVar, final
@@ -239,19 +240,8 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add the counts of another tally."""
-        self.groups += other.groups
-        self.stale += other.stale
-        self.judged_groups += other.judged_groups
-        self.all_right += other.all_right
-        self.all_wrong += other.all_wrong
-        self.judged += other.judged
-        self.right += other.right
-        self.truncated += other.truncated
-        self.reward += other.reward
-        self.lengths += other.lengths
-        self.episodes += other.episodes
-        self.turns += other.turns
-        self.begun += other.begun
+        for name in (each.name for each in fields(self) if each.name != "parts"):
+            setattr(self, name, operator.iadd(getattr(self, name), getattr(other, name)))
         for name, (total, count) in other.parts.items():
             before, number = self.parts.get(name, (0.0, 0))
             self.parts[name] = (before + total, number + count)

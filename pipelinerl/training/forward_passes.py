@@ -121,8 +121,8 @@ def _fill(
     """Compute log-probs of `tokens` [T] into the columns; segments are cut after their last such token."""
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
-    found = forward([part.micro_batch for part in parts]) if parts else []
-    for number, part, logprobs in zip(touched, parts, found, strict=True):
+    computed_logprobs = forward([part.micro_batch for part in parts]) if parts else []
+    for number, part, logprobs in zip(touched, parts, computed_logprobs, strict=True):
         its: Bool = tokens[number]
         columns[number][its] = logprobs[its[part.kept]]
 

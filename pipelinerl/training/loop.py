@@ -199,12 +199,12 @@ class TrainingLoop:
                 continue
             collected = time.monotonic()
             try:
-                taken, by = await self._train(batch)
+                result, by = await self._train(batch)
             except NonFiniteStep as error:
                 await self._skip(batch, error)
                 continue
             self._skipped = 0
-            figures = taken.figures | {
+            figures = result.figures | {
                 "wait_s": collected - started,
                 "step_s": time.monotonic() - collected,
                 "waiting_groups": len(self._batcher.waiting),
@@ -219,7 +219,7 @@ class TrainingLoop:
                     model_version=self._version,
                     consumed=self._consumed(),
                     stats=figures,
-                    updates=taken.updates,
+                    updates=result.updates,
                     orders=batch.orders,
                     by_domain=by.by_domain,
                     by_tag=by.by_tag,
@@ -341,7 +341,7 @@ class TrainingLoop:
         held = {"publish_wait_s": time.monotonic() - computed}
         peak, schedule = self._current.knobs.learning_rate, self._settings.schedule
         rates = [peak * schedule.factor(number) for number in batch.optimizer_steps]
-        taken = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
+        result = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
         self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
@@ -354,14 +354,14 @@ class TrainingLoop:
             entropies=accumulated.measured.of_tokens,
         )
         return StepResult(
-            batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates
+            batch.stats | result.figures | self._objective.observe(result.figures) | held, result.updates
         ), by
 
-    def _ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
+    def _ended(self, groups: Iterable[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
         groups = list(groups)
-        if fate is GroupOutcome.FILTERED:
+        if outcome is GroupOutcome.FILTERED:
             self._solved.note(groups)
-        self._watch.ended(groups, fate, why)
+        self._watch.ended(groups, outcome, why)
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
@@ -436,7 +436,7 @@ class TrainingLoop:
     def _consumed(self) -> ConsumedReport:
         ledger = self._batcher.ledger
         self._reported = ConsumedReport(
-            **{str(fate): count for fate, count in ledger.counts.items()},
+            **{str(outcome): count for outcome, count in ledger.counts.items()},
             frontier=ledger.frontier,
             beyond=sorted(ledger.beyond),
             no_signal=dict(self._batcher.no_signal),

@@ -174,7 +174,7 @@ class StreamAnnouncer:
     ) -> dict[str, _Outcome]:
         """Announce an update and collect the engines' reports from the stream `TAKEN`; see `Announcer`."""
         before = self._offset
-        while await self._heard(block_s=0.0):
+        while await self._read_reports(block_s=0.0):
             pass
         awaited = self._follow.intersection(engines)
         if not awaited:
@@ -183,13 +183,13 @@ class StreamAnnouncer:
         number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
         await self._stream.append(ANNOUNCEMENTS, [encode_struct(announced)], first_id=number)
         answers: dict[str, _Outcome] = {}
-        heard_at = time.monotonic()
-        while awaited and (now := time.monotonic()) < (until := min(deadline, heard_at + self._quiet_s)):
-            for taken in await self._heard(block_s=min(_BLOCK_S, until - now)):
-                if taken.url in awaited and (taken.epoch, taken.version) == (prepare.epoch, prepare.version):
-                    answers[taken.url] = _answer(taken)
-                    awaited.discard(taken.url)
-                    heard_at = time.monotonic()
+        last_report_at = time.monotonic()
+        while awaited and (now := time.monotonic()) < (until := min(deadline, last_report_at + self._quiet_s)):
+            for report in await self._read_reports(block_s=min(_BLOCK_S, until - now)):
+                if report.url in awaited and (report.epoch, report.version) == (prepare.epoch, prepare.version):
+                    answers[report.url] = _answer(report)
+                    awaited.discard(report.url)
+                    last_report_at = time.monotonic()
         if awaited:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
@@ -198,23 +198,23 @@ class StreamAnnouncer:
         await self._stream.trim(TAKEN, before=before)
         return answers
 
-    async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
-        found = []
+    async def _read_reports(self, *, block_s: float) -> list[WeightsTaken]:
+        reports = []
         for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
             self._offset = entry.entry_id
             try:
-                found.append(decode_taken(entry.payload))
+                reports.append(decode_taken(entry.payload))
             except msgspec.DecodeError:
                 log.error("skipping an unreadable report of an engine's weights: %s", entry.entry_id)
-        self._follow |= {taken.url for taken in found}
-        return found
+        self._follow |= {report.url for report in reports}
+        return reports
 
 
-def _answer(taken: WeightsTaken) -> _Outcome:
+def _answer(report: WeightsTaken) -> _Outcome:
     try:
-        if not taken.error:
-            return WeightUpdateResponse.model_validate_json(taken.answer)
-        told: object = json.loads(taken.error)
+        if not report.error:
+            return WeightUpdateResponse.model_validate_json(report.answer)
+        details: object = json.loads(report.error)
     except (ValidationError, ValueError):
-        told = None
-    return from_wire(taken.status, told)
+        details = None
+    return from_wire(report.status, details)

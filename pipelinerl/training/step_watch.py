@@ -81,10 +81,10 @@ class StepWatch:
     _filtered: Counter[str] = field(default_factory=Counter)
     _example: tuple[RolloutGroup, str] | None = None
 
-    def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
+    def ended(self, groups: Iterable[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
         """Record groups that ended without training, as filtered for the reason `why`, or as stale."""
         for group in groups:
-            if fate is GroupOutcome.STALE:
+            if outcome is GroupOutcome.STALE:
                 self._tallies.add_stale(group)
                 continue
             self._tallies.add([group])

@@ -275,7 +275,7 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
     """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each stream with a reference."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [
             (batch.behavior_logprobs - batch.ref_logprobs)[only(batch, loss).loss_mask]
@@ -283,5 +283,5 @@ def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[s
             if batch.ref_logprobs is not None and (loss is not Loss.RL or reads)
         ]
         joined = np.concatenate([np.zeros(0, np.float32), *differences])
-        found |= {name: float(joined.mean(dtype=np.float64))} if joined.size else {}
-    return found
+        metrics |= {name: float(joined.mean(dtype=np.float64))} if joined.size else {}
+    return metrics

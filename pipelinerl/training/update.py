@@ -111,14 +111,14 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
     tokens, first = _tokens(updates), updates[0].gradient
     streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
-    found = {
+    metrics = {
         **statistics(streamed, tokens),
         **causes.figures(compared, held_version=held_version, cuts=cuts(streamed, _tokens(updates[:1]))),
     }
     if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
-        found |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
+        metrics |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
     return {
-        **found,
+        **metrics,
         **_of_critic(updates),
         **_mean("sent_share", (update.policy.sent_share for update in updates)),
         **_mean("ce_loss", (update.gradient.cross_entropy for update in updates)),

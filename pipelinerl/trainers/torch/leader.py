@@ -160,9 +160,9 @@ class MeshLeader:
         bunches = [[info.name for info in bunch] for bunch in grouped_parameters(layout, most)]
         begun = (self._begun(names, GatheredKind.WEIGHTS, memory) for names in bunches)
         with closing(one_ahead(begun)) as gathered:
-            for names, found in zip(bunches, gathered, strict=True):
+            for names, tensors in zip(bunches, gathered, strict=True):
                 for name in names:
-                    yield name, found.pop(0)
+                    yield name, tensors.pop(0)
 
     def save_state(self, path: Path) -> None:
         """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""

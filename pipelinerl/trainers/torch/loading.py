@@ -93,13 +93,13 @@ class LoadedModel(NamedTuple):
             self.model.probe(device, self.products)
             return {}
         weights, apart = self.weights, rounded_in_passes(self.model.model) if masters is StatePlace.HOST else set()
-        found = with_masters({name: each for name, each in weights.items() if each in apart}, device)
-        self._read_to(device, found)
+        on_host = with_masters({name: each for name, each in weights.items() if each in apart}, device)
+        self._read_to(device, on_host)
         self.model.to(device)
-        for name in found:
+        for name in on_host:
             weights[name].grad_dtype = torch.float32
-        self.model.probe(device, torch.bfloat16 if found else torch.float32)
-        return found
+        self.model.probe(device, torch.bfloat16 if on_host else torch.float32)
+        return on_host
 
     def use_bf16_in_passes(self) -> frozenset[str]:
         """Convert to bf16 those parameters that autocast would round in every pass anyway; return their names.

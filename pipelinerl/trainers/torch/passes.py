@@ -114,7 +114,7 @@ def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
     are never read; for these tokens, return the first experts.
     """
     column = batch.routed_experts
-    assert column is not None, "asked for only where there is one"
+    assert column is not None, "the caller checks that experts were recorded"
     following = np.minimum(kept + 1, batch.num_tokens - 1)
     is_known = (following > kept) & (batch.position_ids[following] > 0)
     routed = np.broadcast_to(np.arange(column.shape[2], dtype=np.int32), (len(kept), *column.shape[1:])).copy()

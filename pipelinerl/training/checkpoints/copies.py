@@ -77,12 +77,12 @@ class CheckpointCopies:
         self._raise_if_fenced(local.state)
         folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
         if not self._place.has(f"{folder}/{MANIFEST}"):
-            beside = {f"{RUN}/{file.name}": _without_secrets(file) for file in self._run_files if file.is_file()}
+            of_run = {f"{RUN}/{file.name}": _without_secrets(file) for file in self._run_files if file.is_file()}
             for name in local.files:
                 self._place.upload(path / name, f"{folder}/{name}")
-            for name, data in beside.items():
+            for name, data in of_run.items():
                 self._place.write(f"{folder}/{name}", data)
-            digests = {name: digest_of_bytes(data) for name, data in beside.items()}
+            digests = {name: digest_of_bytes(data) for name, data in of_run.items()}
             text = Manifest(local.state, local.files | digests).text
             self._place.write(f"{folder}/{MANIFEST}", text.encode())
         self._prune(local.state)
@@ -148,9 +148,9 @@ class CheckpointCopies:
 
 
 def _order(folder: str) -> tuple[int, int, int]:
-    found = _FOLDER.fullmatch(folder)
-    assert found is not None
-    return int(found[2]), int(found[1]), int(found[3] or 1)
+    match = _FOLDER.fullmatch(folder)
+    assert match is not None
+    return int(match[2]), int(match[1]), int(match[3] or 1)
 
 
 def _without_secrets(file: Path) -> bytes:

@@ -105,10 +105,10 @@ class Manifest:
         """Verify every file of the checkpoint in `path`. Raises CheckpointError if one is missing or has changed."""
         for name, digest in self.files.items():
             try:
-                found = digest_of(path / name)
+                actual = digest_of(path / name)
             except OSError:
                 raise CheckpointError(f"{path}: {name} is missing; choose another checkpoint") from None
-            if found != digest:
+            if actual != digest:
                 raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
 
     def _record(self) -> dict[str, Any]:

@@ -94,13 +94,13 @@ class ConsumedLedger:
         """Return whether this order has ended."""
         return has_ended(index, self.frontier, self.beyond)
 
-    def settle(self, indices: Iterable[int], fate: GroupOutcome) -> None:
+    def settle(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
         """Record the outcome of orders; each may end only once."""
         for index in indices:
             if self.has(index):
-                raise ValueError(f"order {index} ended twice; the second time as {fate}")
+                raise ValueError(f"order {index} ended twice; the second time as {outcome}")
             self.beyond.add(index)
-            self.counts[fate] += 1
+            self.counts[outcome] += 1
         while self.frontier in self.beyond:
             self.beyond.remove(self.frontier)
             self.frontier += 1
@@ -116,13 +116,13 @@ class ConsumedLedger:
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
-            "counts": {str(fate): n for fate, n in self.counts.items()},
+            "counts": {str(outcome): n for outcome, n in self.counts.items()},
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
         """Rebuild the ledger from a record that `to_record` returned."""
-        counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
+        counts = {outcome: int(record["counts"].get(str(outcome), 0)) for outcome in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 

@@ -59,7 +59,7 @@ class Batcher:
         signal: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
-        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, fate, why: None,
+        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, outcome, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """Create an empty batcher.
@@ -116,10 +116,10 @@ class Batcher:
         else:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
-    def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
+    def end(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
         """Settle orders whose groups will never arrive; leave out orders whose groups have arrived after all."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
-        self.ledger.settle(open_, fate)
+        self.ledger.settle(open_, outcome)
 
     def take_abandoned(self) -> list[int]:
         """Return the orders of groups that were dropped as abandoned since the last call; they must be issued again."""
@@ -234,16 +234,16 @@ def awaited(
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
         return []
-    here, taken = set(waiting), set(chosen)
+    arrived, trained = set(waiting), set(chosen)
     last_step: dict[int, int] = {}
     for index in range(max(ledger.frontier, firsts[0]), directive.issued):
-        if index not in taken and not ledger.has(index):
+        if index not in trained and not ledger.has(index):
             last_step[index] = directive.fresh_until[bisect.bisect_right(firsts, index) - 1][1]
     due = 0
     for deadline, count in sorted(Counter(last_step.values()).items()):
         due += count
         if due > len(chosen) * max(0, deadline - step):
-            late = [index for index, last in last_step.items() if last <= deadline and index not in here]
+            late = [index for index, last in last_step.items() if last <= deadline and index not in arrived]
             if late:
                 return late
     return []

@@ -139,7 +139,7 @@ class Adapters:
                 parameter.data = parameter.data.bfloat16()
         for module in self._packed.model.modules():
             if isinstance(module, nn.Embedding):
-                module.register_forward_hook(lambda _module, _given, found: found.float())
+                module.register_forward_hook(lambda _module, _given, output: output.float())
 
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device; reuse the base if another trainer of this process has it on that device.

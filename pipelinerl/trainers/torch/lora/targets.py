@@ -33,14 +33,14 @@ def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
 
 def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered: Mapping[str, nn.Module]) -> None:
     named = {name: module for name, module in model.named_modules() if _is_named(name, target)}
-    found = [name for name in named if name in linear]
+    linear_names = [name for name in named if name in linear]
     names = ", ".join(last_names(offered))
-    if not found:
+    if not linear_names:
         is_embedding = any(isinstance(each, nn.Embedding) for each in named.values())
         kind = "is an embedding" if is_embedding else "matches no linear layer"
         raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
     embedding = model.get_input_embeddings()
-    if any(linear[name].weight is embedding.weight for name in found):
+    if any(linear[name].weight is embedding.weight for name in linear_names):
         raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose from {names}")
 
 

@@ -36,6 +36,7 @@ from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
+from pipelinerl.trainers.torch.loading import LoadedModel
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import TorchOptions
@@ -49,7 +50,6 @@ from trainer_contract.types import (
     MicroBatch,
     Objective,
     ParameterInfo,
-    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -87,14 +87,9 @@ class MeshLeader:
         return self._worker.spec
 
     @property
-    def vocab_size(self) -> int:
-        """The size of the model's vocabulary."""
-        return int(self._worker.loaded.config.get_text_config().vocab_size)
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        """The sizes of routers that can replay recorded experts, if the model has any."""
-        return self._worker.model.model.routing
+    def loaded(self) -> LoadedModel:
+        """The model, which is sharded over the ranks."""
+        return self._worker.loaded
 
     @property
     def model_version(self) -> int:

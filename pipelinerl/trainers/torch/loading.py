@@ -60,6 +60,11 @@ class LoadedModel(NamedTuple):
     keeps_base_in_bf16: bool
 
     @property
+    def vocab_size(self) -> int:
+        """The size of the model's vocabulary."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
     def trained(self) -> dict[str, Parameter]:
         """The parameters that the optimizer trains, by name, in the model's order."""
         if self.adapters is not None:

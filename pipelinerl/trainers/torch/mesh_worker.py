@@ -104,11 +104,8 @@ class MeshWorker:
     @classmethod
     def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshWorker:
         """Load the model and keep this rank's rows; restore its rows of the optimizer's state if a state was saved."""
-        mesh, rank, compute = (
-            options.mesh,
-            world().rank,
-            torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32,
-        )
+        mesh, rank = options.mesh, world().rank
+        compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
         with in_agreement():
             refuse_device(spec.device)
             device = _device(spec)

@@ -55,9 +55,9 @@ class TorchTrainer:
         return cast(TorchWorker | MeshLeader, started(self._state))
 
     def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
-        worker = self._worker
+        vocab_size, routing = self._worker.loaded.vocab_size, self._worker.loaded.model.routing
         for micro_batch in micro_batches:
-            check(micro_batch, vocab_size=worker.vocab_size, needs=needs, routing=worker.routing)
+            check(micro_batch, vocab_size=vocab_size, needs=needs, routing=routing)
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""

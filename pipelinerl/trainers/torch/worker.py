@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, final
+from typing import final
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.loading import load, refuse_device
-from pipelinerl.trainers.torch.lora.adapters import Adapters
+from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
@@ -50,7 +49,6 @@ from trainer_contract.types import (
     ParameterInfo,
     Precision,
     Rounding,
-    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -68,8 +66,7 @@ class TorchWorker:
     model: PackedModel | PackedValueModel
     setting: PassSetting
     optimizer: ParameterOptimizer
-    gather_dtype: torch.dtype
-    vocab_size: int
+    loaded: LoadedModel
     #: The trained values. Parameters share this storage, except while `_lent` gives them other weights.
     own: Mapping[str, Tensor]
     #: fp32 masters on the host, by name, of those tensors in `own` that are bf16.
@@ -82,8 +79,6 @@ class TorchWorker:
     #: A policy's weights of this version, rounded as engines hold them. They are computed when the version is made,
     #: because a publication reads them on a separate stream.
     served: Mapping[str, Tensor] = field(default_factory=dict)
-    adapters: Adapters | None = None
-    base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
     #: Probe that measures the effect of rounding to the engines' dtype. None if weights are sent in fp32, and None for
@@ -96,8 +91,8 @@ class TorchWorker:
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
         loaded = load(spec)
-        text = loaded.config.get_text_config()
-        attention = planning(options.attention, spec.precision, accelerator.device, text.to_dict(), spec.kernels)
+        text = loaded.config.get_text_config().to_dict()
+        attention = planning(options.attention, spec.precision, accelerator.device, text, spec.kernels)
         log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.optimizer.place if is_half else StatePlace.DEVICE)
@@ -123,18 +118,15 @@ class TorchWorker:
             model=model,
             setting=PassSetting(accelerator.device, attention.plan_of),
             optimizer=optimizer,
-            gather_dtype=loaded.gather_dtype,
-            vocab_size=text.vocab_size,
+            loaded=loaded._replace(saved=None, reader=None),
             own={name: parameter.detach() for name, parameter in weights.items()},
             masters=masters,
             random=torch_state.RandomState.now(),
             trained=trained,
             narrow=loaded.use_bf16_in_passes() if is_half else frozenset(),
-            adapters=loaded.adapters,
-            base_digest=loaded.base_digest,
         )
-        if worker.adapters is None:
-            worker.probe = UpdateProbe.of({**worker.own, **masters}, worker.gather_dtype, spec.rounding)
+        if loaded.adapters is None:
+            worker.probe = UpdateProbe.of({**worker.own, **masters}, loaded.gather_dtype, spec.rounding)
         if loaded.saved is not None:
             moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
             for name, its in moments.items():
@@ -150,20 +142,6 @@ class TorchWorker:
     def width(self) -> int:
         """Always 1: micro-batches are computed one after the other."""
         return 1
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        """The sizes of routers that can replay recorded experts, if the model has any."""
-        return self.unwrapped.routing
-
-    @property
-    def unwrapped(self) -> PackedModel | PackedValueModel:
-        """The model without accelerate's wrapper."""
-        return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield parameters under Hugging Face's names, in the model's order, tied ones once, without adapters."""
-        yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the predictions f32 [T] of each micro-batch."""
@@ -183,26 +161,27 @@ class TorchWorker:
         An engine with rounded weights samples from another policy than the fp32 weights define. The gradient ignores
         the rounding (straight-through). With adapters nothing changes, since engines round merged weights.
         """
-        if self.gather_dtype is torch.float32 or not self.served:
+        if self.loaded.gather_dtype is torch.float32 or not self.served:
             return nullcontext()
-        return _lent(self.named_parameters(), lambda name, _: self.served[name], narrow=self.narrow)
+        return _lent(self.loaded.weights.items(), lambda name, _: self.served[name], narrow=self.narrow)
 
     def _serve(self) -> None:
         """Round this version's weights as engines hold them; weights sent in fp32 are not copied."""
-        if self.adapters is None and self.spec.head is Head.POLICY:
+        if self.loaded.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
-        if self.gather_dtype is own.dtype:  # a parameter with a master is in bf16 already, rounded as engines hold it
+        dtype = self.loaded.gather_dtype
+        if own.dtype is dtype:  # a parameter with a master is in bf16 already, rounded as engines hold it
             return own
-        return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
+        return rounded(self.masters.get(name, own), dtype, self.spec.rounding, name=name)
 
     def _warm_up(self) -> None:
         """Compile the layers by passes over made-up tokens, so that this happens while engines start."""
         log.info("layers: compiling")
         # Segments of different lengths, with enough loss tokens for several pieces of the logits of a large vocabulary:
         # otherwise torch would compile some parts again for the first real batch.
-        batch = made_up_batch(np.arange(33, 145, 8), vocab_size=self.vocab_size)
+        batch = made_up_batch(np.arange(33, 145, 8), vocab_size=self.loaded.vocab_size)
         with self._computing_as_engines():
             with torch.no_grad():
                 predict(self.model, self.setting, batch, batch.loss_mask)
@@ -212,17 +191,18 @@ class TorchWorker:
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
-        off = nullcontext() if self.adapters is None else self.adapters.off()  # `weights` include merged adapters
+        adapters = self.loaded.adapters
+        off = nullcontext() if adapters is None else adapters.off()  # `weights` already include merged adapters
 
         def held(name: str, own: Tensor) -> Tensor:
-            return torch.from_numpy(weights[name]).view(self.gather_dtype).view(own.shape)
+            return torch.from_numpy(weights[name]).view(self.loaded.gather_dtype).view(own.shape)
 
-        with off, _lent(self.named_parameters(), held, narrow=self.narrow):
+        with off, _lent(self.loaded.weights.items(), held, narrow=self.narrow):
             return self._forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
-        dropping = nullcontext() if self.adapters is None else self.adapters.dropping_out()
+        dropping = nullcontext() if self.loaded.adapters is None else self.loaded.adapters.dropping_out()
         with self._computing_as_engines(), dropping:
             return self._backward(batches, objective)
 
@@ -268,33 +248,33 @@ class TorchWorker:
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """Return parameters in the model's order."""
-        dtype = str(self.gather_dtype).removeprefix("torch.")
+        dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield detached tensors. They share the trainer's memory if the weights are fp32 and there are no adapters."""
         for name, own in self.own.items():
-            if self.adapters is not None:
-                own = self.adapters.merged(name, own)
-                yield name, rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+            if self.loaded.adapters is not None:
+                own = self.loaded.adapters.merged(name, own)
+                yield name, rounded(own, self.loaded.gather_dtype, self.spec.rounding, name=name)
             else:
                 yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
-        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
+        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.loaded.adapters
         if adapters is None:
-            self.unwrapped.save(path / torch_state.MODEL, {**self.own, **self.masters})
+            self.loaded.model.save(path / torch_state.MODEL, {**self.own, **self.masters})
         else:
             adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(
             path,
-            config=self.unwrapped.model.config,
+            config=self.loaded.model.model.config,
             random=self.random,
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
             model_version=self.model_version,
-            lora=adapters and adapters.record(digest=self.base_digest),
+            lora=adapters and adapters.record(digest=self.loaded.base_digest),
         )
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ TRAINERS: Final[Mapping[str, RegistryEntry]] = {
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
 #: For some trainers, a function that validates the trainer's options before a run starts, without heavy imports.
 TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
-    "torch": "pipelinerl.trainers.torch.options:checked",
+    "torch": "pipelinerl.trainers.torch.options:options_of",
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 

@@ -99,7 +99,7 @@ def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
     picture = draw_mismatch(history, run_dir / "mismatch.png")
     advice = advise(reviewed)
     if as_json:
-        record = reviewed.as_dict() | {"advice": [asdict(each) for each in advice], "picture": str(picture)}
+        record = asdict(reviewed) | {"advice": [asdict(each) for each in advice], "picture": str(picture)}
         console.print_json(json.dumps(record))
         return
     for table in _tables(reviewed):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
@@ -93,10 +93,6 @@ class Review:
     ess: MetricSeries | None
     rounding: RoundingReview | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the review as JSON-compatible values."""
-        return asdict(self)
-
 
 def review(history: RunHistory) -> Review | None:
     """Summarize the mismatch of a run; return None if no step has figures."""
@@ -110,7 +106,7 @@ def review(history: RunHistory) -> Review | None:
         current=dict(_causes(history, "mismatch", len(measured))),
         old=dict(_causes(history, "old_mismatch", len(measured))),
         ages=_ages(history, len(measured)),
-        ess=_course("ess", ess) if ess else None,
+        ess=_series("ess", ess) if ess else None,
         rounding=_rounding(history),
     )
 
@@ -121,7 +117,7 @@ def _rounding(history: RunHistory) -> RoundingReview | None:
         return None
     lacking = list(accumulate(1 - share for share in shares.y))
     behind = max(lacking)
-    return RoundingReview(behind, int(shares.x[lacking.index(behind)]), _course("sent_share", shares))
+    return RoundingReview(behind, int(shares.x[lacking.index(behind)]), _series("sent_share", shares))
 
 
 def _causes(history: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
@@ -129,11 +125,11 @@ def _causes(history: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Caus
         share = history.by_step(f"{prefix}_{cause}_share")
         if share:
             series = {name: history.by_step(f"{prefix}_{cause}_{name}") for name in FIGURES}
-            courses = {name: _course(name, each) for name, each in series.items() if each}
-            yield cause, CauseReview(cause=cause, share=sum(share.y) / steps, figures=courses)
+            figures = {name: _series(name, each) for name, each in series.items() if each}
+            yield cause, CauseReview(cause=cause, share=sum(share.y) / steps, figures=figures)
 
 
-def _course(name: str, series: Series) -> MetricSeries:
+def _series(name: str, series: Series) -> MetricSeries:
     values, tenth = series.y, max(1, len(series.y) // 10)
     half = (len(values) - tenth) // 2
     badness = [-value if name == "ess" else abs(value) for value in values]

@@ -77,9 +77,10 @@ def _follow_jax(options: Mapping[str, Any]) -> None:
 def _follow_torch(options: Mapping[str, Any]) -> None:
     from pipelinerl.trainers.torch.joining import join
     from pipelinerl.trainers.torch.mesh_worker import MeshFollower
-    from pipelinerl.trainers.torch.options import TorchOptions
+    from pipelinerl.trainers.torch.options import distributed_of, options_of
 
-    follow(_rank_of(TorchOptions.of(options).distributed), join=join, start=MeshFollower, say=print)
+    distributed = _rank_of(distributed_of(options, options_of(options).mesh))
+    follow(distributed, join=join, start=MeshFollower, say=print)
 
 
 def _rank_of(distributed: Distributed | None) -> Distributed:

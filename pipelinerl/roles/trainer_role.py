@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from functools import partial
 from typing import final
 
 from inference_contract.schemas import ChatMessage
@@ -31,7 +32,7 @@ from pipelinerl.roles.wiring import (
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
-from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, check_canary
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publishing import StreamAnnouncer
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -64,7 +65,7 @@ async def run(identity: Identity) -> None:
         objective=objective,
         stream=stream,
         publisher=publisher_of(identity, client, stream),
-        canary_checker=LogprobCanaryChecker(canary_of(config), client),
+        check_canary=partial(check_canary, canary_of(config), client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),

@@ -17,7 +17,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -122,81 +122,73 @@ class CanaryEngines(Protocol):
         ...
 
 
-class CanaryChecker(Protocol):
-    """Interface of a check that engines serve the weights that were published to them."""
-
-    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Check each engine; `forward` must compute with exactly the weights that were published."""
-        ...
+#: Function that checks engines, by URL, after a publication. The given `Forward` must compute with exactly the weights
+#: that were published.
+CanaryCheck = Callable[[Iterable[str], PublishReport, Forward], Awaitable[CanaryFindings]]
 
 
 class _Mismatched(Exception):
     """Raised if an engine's answer does not match the published weights; the message says why."""
 
 
-@final
-class LogprobCanaryChecker:
-    """The `CanaryChecker` that compares log-probs, as this module describes."""
+async def check_canary(
+    canary: Canary, engines: CanaryEngines, urls: Iterable[str], published: PublishReport, forward: Forward
+) -> CanaryFindings:
+    """Compare the log-probs of all engines concurrently; a `CanaryCheck`, given its first two arguments."""
+    findings = CanaryFindings()
 
-    def __init__(self, canary: Canary, engines: CanaryEngines) -> None:
-        self._canary = canary
-        self._engines = engines
-
-    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Check all engines concurrently; see `CanaryChecker`."""
-        findings = CanaryFindings()
-
-        async def one(url: str) -> None:
-            try:
-                async with asyncio.timeout(self._canary.deadline_s):
-                    await self._check_digest(url, published.digest)
-                    completion = await self._answer(url, published.version)
-                findings.worst[url] = await self._judged(completion, published, forward)
-            except _Mismatched as error:
-                findings.mismatched[url] = str(error)
-            except TimeoutError:
-                findings.failed[url] = f"the canary had no answer within {self._canary.deadline_s:g} s"
-            except (ContractError, EngineUnreachable) as error:
-                if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT:
-                    findings.permanent.add(url)
-                findings.failed[url] = f"the canary was not answered: {error}"
-
-        await asyncio.gather(*(one(url) for url in urls))
-        return findings
-
-    async def _check_digest(self, url: str, digest: str) -> None:
-        served = {card.digest for card in (await self._engines.models(url)).data}
-        if digest and served != {digest}:
-            raise _Mismatched(f"the digest of its weights must be {digest}, it reports {', '.join(map(str, served))}")
-
-    async def _answer(self, url: str, version: int) -> ChatCompletion:
-        while True:
-            try:
-                return await self._engines.chat(url, self._canary.request(version))
-            except Overloaded:
-                await asyncio.sleep(_PAUSE_S)
-
-    async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
-        if completion.epoch != published.epoch:
-            raise _Mismatched(
-                f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
-            )
-        batch = micro_batch_of(completion, version=published.version)
+    async def check_one(url: str) -> None:
         try:
-            expected = await forward(batch)
-        except BatchError as error:
-            raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
-        except NonFiniteError as error:
-            raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
-        differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
-        worst, mean = float(differences.max()), float(differences.mean())
-        allowed = self._canary.tolerance
-        if not (worst <= allowed.worst and mean <= allowed.mean):
-            raise _Mismatched(
-                f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; the worst "
-                f"is {worst:.3g} off, the mean {mean:.3g}"
-            )
-        return worst
+            async with asyncio.timeout(canary.deadline_s):
+                served = {card.digest for card in (await engines.models(url)).data}
+                if published.digest and served != {published.digest}:
+                    raise _Mismatched(
+                        f"the digest of its weights must be {published.digest}, it reports "
+                        f"{', '.join(map(str, served))}"
+                    )
+                completion = await _answer(canary, engines, url, published.version)
+            findings.worst[url] = await _worst_difference(canary.tolerance, completion, published, forward)
+        except _Mismatched as error:
+            findings.mismatched[url] = str(error)
+        except TimeoutError:
+            findings.failed[url] = f"the canary had no answer within {canary.deadline_s:g} s"
+        except (ContractError, EngineUnreachable) as error:
+            if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT:
+                findings.permanent.add(url)
+            findings.failed[url] = f"the canary was not answered: {error}"
+
+    await asyncio.gather(*(check_one(url) for url in urls))
+    return findings
+
+
+async def _answer(canary: Canary, engines: CanaryEngines, url: str, version: int) -> ChatCompletion:
+    while True:
+        try:
+            return await engines.chat(url, canary.request(version))
+        except Overloaded:
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _worst_difference(
+    allowed: Tolerance, completion: ChatCompletion, published: PublishReport, forward: Forward
+) -> float:
+    if completion.epoch != published.epoch:
+        raise _Mismatched(f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}")
+    batch = micro_batch_of(completion, version=published.version)
+    try:
+        expected = await forward(batch)
+    except BatchError as error:
+        raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
+    except NonFiniteError as error:
+        raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
+    differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
+    worst, mean = float(differences.max()), float(differences.mean())
+    if not (worst <= allowed.worst and mean <= allowed.mean):
+        raise _Mismatched(
+            f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; the worst "
+            f"is {worst:.3g} off, the mean {mean:.3g}"
+        )
+    return worst
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:

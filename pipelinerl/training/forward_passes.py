@@ -12,7 +12,7 @@ models, which choose their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Final, Protocol, final
@@ -24,7 +24,7 @@ from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.streams import Loss
 from pipelinerl.training.rollouts.batch import TrainBatch
-from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes, with_columns
+from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
@@ -121,17 +121,15 @@ def _fill(
     """Compute log-probs of `tokens` [T] into the columns; segments are cut after their last such token."""
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
-    found = forward([part.micro_batch for part in parts]) if parts else []
-    for number, part, logprobs in zip(touched, parts, found, strict=True):
+    computed_logprobs = forward([part.micro_batch for part in parts]) if parts else []
+    for number, part, logprobs in zip(touched, parts, computed_logprobs, strict=True):
         its: Bool = tokens[number]
         columns[number][its] = logprobs[its[part.kept]]
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches without recorded experts, for models other than the one that sampled."""
-    return [
-        batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
-    ]
+    return [replace(batch, routed_experts=None) for batch in batches]
 
 
 def _versions(batch: MicroBatch) -> np.ndarray:

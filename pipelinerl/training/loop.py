@@ -47,7 +47,7 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.canary_check import CanaryCheck
 from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.finite_check import NonFiniteStep
@@ -107,7 +107,7 @@ class TrainingLoop:
         objective: PolicyObjective,
         stream: Stream,
         publisher: Publisher,
-        canary_checker: CanaryChecker,
+        check_canary: CanaryCheck,
         checkpoints: CheckpointStore,
         restored: TrainingState | None,
         at: Callable[[int], None] = lambda version: None,
@@ -148,7 +148,7 @@ class TrainingLoop:
             self._trainer,
             self._link,
             publisher,
-            canary_checker,
+            check_canary,
             worker=self._worker,
             on_update=settings.on_update,
             timeout_s=settings.publish_timeout_s,
@@ -199,15 +199,15 @@ class TrainingLoop:
                 continue
             collected = time.monotonic()
             try:
-                taken, by = await self._train(batch)
+                result, by = await self._train(batch)
             except NonFiniteStep as error:
                 await self._skip(batch, error)
                 continue
             self._skipped = 0
-            figures = taken.figures | {
+            figures = result.figures | {
                 "wait_s": collected - started,
                 "step_s": time.monotonic() - collected,
-                "waiting_groups": self._batcher.num_waiting,
+                "waiting_groups": len(self._batcher.waiting),
                 "stale_tokens": self._batcher.stale_tokens,
                 **self._scope_figures(),
             }
@@ -219,7 +219,7 @@ class TrainingLoop:
                     model_version=self._version,
                     consumed=self._consumed(),
                     stats=figures,
-                    updates=taken.updates,
+                    updates=result.updates,
                     orders=batch.orders,
                     by_domain=by.by_domain,
                     by_tag=by.by_tag,
@@ -253,7 +253,7 @@ class TrainingLoop:
             if time.monotonic() - progress_at > self._settings.deadline_s:
                 raise DeadlineError(
                     f"step {self._version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
-                    f"{self._batcher.num_waiting} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
+                    f"{len(self._batcher.waiting)} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
                     "see what the controller waits for with `pipelinerl status`"
                 )
             waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)
@@ -341,27 +341,27 @@ class TrainingLoop:
         held = {"publish_wait_s": time.monotonic() - computed}
         peak, schedule = self._current.knobs.learning_rate, self._settings.schedule
         rates = [peak * schedule.factor(number) for number in batch.optimizer_steps]
-        taken = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
+        result = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
         self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
         self._objective.trained(batch.scored)
         by = self._watch.stepped(
             accumulated.batch,
-            accumulated.micro_batches,
+            accumulated.batch.micro_batches,
             version=self._version,
             losses=accumulated.losses,
             entropies=accumulated.measured.of_tokens,
         )
         return StepResult(
-            batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates
+            batch.stats | result.figures | self._objective.observe(result.figures) | held, result.updates
         ), by
 
-    def _ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
+    def _ended(self, groups: Iterable[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
         groups = list(groups)
-        if fate is GroupOutcome.FILTERED:
+        if outcome is GroupOutcome.FILTERED:
             self._solved.note(groups)
-        self._watch.ended(groups, fate, why)
+        self._watch.ended(groups, outcome, why)
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
@@ -436,7 +436,7 @@ class TrainingLoop:
     def _consumed(self) -> ConsumedReport:
         ledger = self._batcher.ledger
         self._reported = ConsumedReport(
-            **{str(fate): count for fate, count in ledger.counts.items()},
+            **{str(outcome): count for outcome, count in ledger.counts.items()},
             frontier=ledger.frontier,
             beyond=sorted(ledger.beyond),
             no_signal=dict(self._batcher.no_signal),

@@ -28,7 +28,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.canary_check import CanaryCheck
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
@@ -47,7 +47,7 @@ class Publishing:
             await link.raise_if_fenced()
             await publisher.publish(publication)
             await link.report(Published(...))
-            await canary_checker.check(directive.to_verify, report, forward)
+            await check_canary(directive.to_verify, report, forward)
             await link.report(CanaryChecked(...))
         step.accumulate(batch)                   # reads the weights, too
         await publishing.finish()                # the task has ended: the engines have the weights
@@ -61,7 +61,7 @@ class Publishing:
         trainer: Trainer,
         link: ControllerLink,
         publisher: Publisher,
-        canary_checker: CanaryChecker,
+        check_canary: CanaryCheck,
         *,
         worker: Executor,
         on_update: OnUpdate,
@@ -74,7 +74,7 @@ class Publishing:
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
-        self._canary_checker = canary_checker
+        self._check_canary = check_canary
         self._worker = worker
         self._layout = wire_layout(trainer.weight_layout())
         self._on_update = on_update
@@ -133,7 +133,7 @@ class Publishing:
             )
         )
         if requested := [url for url in directive.to_verify if url in report.pauses_s]:
-            findings = await self._canary_checker.check(requested, report, self._forward)
+            findings = await self._check_canary(requested, report, self._forward)
             await self._link.report(
                 CanaryChecked(
                     epoch=report.epoch,
@@ -174,7 +174,7 @@ class StreamAnnouncer:
     ) -> dict[str, _Outcome]:
         """Announce an update and collect the engines' reports from the stream `TAKEN`; see `Announcer`."""
         before = self._offset
-        while await self._heard(block_s=0.0):
+        while await self._read_reports(block_s=0.0):
             pass
         awaited = self._follow.intersection(engines)
         if not awaited:
@@ -183,13 +183,13 @@ class StreamAnnouncer:
         number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
         await self._stream.append(ANNOUNCEMENTS, [encode(announced)], first_id=number)
         answers: dict[str, _Outcome] = {}
-        heard_at = time.monotonic()
-        while awaited and (now := time.monotonic()) < (until := min(deadline, heard_at + self._quiet_s)):
-            for taken in await self._heard(block_s=min(_BLOCK_S, until - now)):
-                if taken.url in awaited and (taken.epoch, taken.version) == (prepare.epoch, prepare.version):
-                    answers[taken.url] = _answer(taken)
-                    awaited.discard(taken.url)
-                    heard_at = time.monotonic()
+        last_report_at = time.monotonic()
+        while awaited and (now := time.monotonic()) < (until := min(deadline, last_report_at + self._quiet_s)):
+            for report in await self._read_reports(block_s=min(_BLOCK_S, until - now)):
+                if report.url in awaited and (report.epoch, report.version) == (prepare.epoch, prepare.version):
+                    answers[report.url] = _answer(report)
+                    awaited.discard(report.url)
+                    last_report_at = time.monotonic()
         if awaited:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
@@ -198,23 +198,23 @@ class StreamAnnouncer:
         await self._stream.trim(TAKEN, before=before)
         return answers
 
-    async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
-        found = []
+    async def _read_reports(self, *, block_s: float) -> list[WeightsTaken]:
+        reports = []
         for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
             self._offset = entry.entry_id
             try:
-                found.append(decode_taken(entry.payload))
+                reports.append(decode_taken(entry.payload))
             except msgspec.DecodeError:
                 log.error("skipping an unreadable report of an engine's weights: %s", entry.entry_id)
-        self._follow |= {taken.url for taken in found}
-        return found
+        self._follow |= {report.url for report in reports}
+        return reports
 
 
-def _answer(taken: WeightsTaken) -> _Outcome:
+def _answer(report: WeightsTaken) -> _Outcome:
     try:
-        if not taken.error:
-            return WeightUpdateResponse.model_validate_json(taken.answer)
-        told: object = json.loads(taken.error)
+        if not report.error:
+            return WeightUpdateResponse.model_validate_json(report.answer)
+        details: object = json.loads(report.error)
     except (ValidationError, ValueError):
-        told = None
-    return from_wire(taken.status, told)
+        details = None
+    return from_wire(report.status, details)

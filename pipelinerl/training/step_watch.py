@@ -8,10 +8,11 @@ Everything except the draw runs on the log's own thread.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self, TypeVar, final
@@ -80,10 +81,10 @@ class StepWatch:
     _filtered: Counter[str] = field(default_factory=Counter)
     _example: tuple[RolloutGroup, str] | None = None
 
-    def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
+    def ended(self, groups: Iterable[RolloutGroup], outcome: GroupOutcome, why: str) -> None:
         """Record groups that ended without training, as filtered for the reason `why`, or as stale."""
         for group in groups:
-            if fate is GroupOutcome.STALE:
+            if outcome is GroupOutcome.STALE:
                 self._tallies.add_stale(group)
                 continue
             self._tallies.add([group])
@@ -110,24 +111,24 @@ class StepWatch:
             if self._example is not None:
                 group, why = self._example
                 filtered = FilteredGroups(counts=dict(self._filtered), example=group, why=why)
-            self.samples.write(version, _rollouts(batch, micro_batches, losses, entropies), filtered)
+            self.samples.write(version, batch.groups, _results(batch, micro_batches, losses, entropies), filtered)
         self._filtered, self._example = Counter(), None
         return self._tallies.take()
 
 
-def _rollouts(
+def _results(
     batch: TrainBatch,
     micro_batches: Sequence[MicroBatch],
     losses: Sequence[LossStats | None],
     entropies: Mapping[int, Float32],
-) -> StepRollouts:
+) -> Callable[[int], RolloutResult]:
+    """Return a function that returns the step's results for a rollout, given its number."""
     advantages, trained = mean_advantages(batch, micro_batches)
-    return StepRollouts(
-        groups=batch.groups,
-        shaped=batch.scored.rewards,
-        advantages=advantages,
-        trained=trained,
-        tokens_of=lambda row: _tokens_of(row, batch, micro_batches, losses, entropies),
+    return lambda row: RolloutResult(
+        shaped=_finite(batch.scored.rewards[row]),
+        advantage=_finite(advantages[row]),
+        trained=bool(trained[row]),
+        tokens=_tokens_of(row, batch, micro_batches, losses, entropies),
     )
 
 
@@ -181,7 +182,7 @@ def mean_advantages(
 MOST_TAGS: Final = 50
 #: Name under which all other tags are counted together.
 OTHER_TAGS: Final = "other"
-#: Maximum number of tags that are counted for one group, and the same for parts of a reward.
+#: Maximum number of tags that are counted and recorded for one group, and the same for parts of a reward.
 _MOST_OF_A_GROUP: Final = 16
 
 
@@ -215,45 +216,32 @@ class Tally:
     @classmethod
     def of(cls, group: RolloutGroup) -> Self:
         """Return the counts of one group that was trained or filtered."""
-        counts, judged, right, wrong = cls(groups=1), 0, 0, 0
+        counts, wrong = cls(groups=1), 0
         for rollout in group.rollouts:
             verdict = rollout.verdict
-            outcome = verdict.outcome
             counts.lengths.append(rollout.num_sampled_tokens)
             counts.truncated += rollout.finish_reason == FinishReason.LENGTH
             if rollout.turns and rollout.turns[0].agent:
                 counts.episodes += 1
                 counts.turns += len(rollout.turns)
                 counts.begun.update(turn.begins for turn in rollout.turns if turn.begins)
-            is_right, is_wrong = outcome is Outcome.CORRECT, outcome is Outcome.WRONG
-            if is_right or is_wrong or outcome.is_judgement:
-                judged += 1
-                right += is_right
-                wrong += is_wrong
+            if verdict.outcome.is_judgement:
+                counts.judged += 1
+                counts.right += verdict.outcome is Outcome.CORRECT
+                wrong += verdict.outcome is Outcome.WRONG
                 counts.reward += verdict.reward
                 for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
                     total, count = counts.parts.get(name, (0.0, 0))
                     counts.parts[name] = (total + reward, count + 1)
-        counts.judged, counts.right = judged, right
-        counts.judged_groups = int(judged > 0)
-        counts.all_right, counts.all_wrong = int(judged > 0 and right == judged), int(judged > 0 and wrong == judged)
+        if counts.judged:
+            counts.judged_groups = 1
+            counts.all_right, counts.all_wrong = int(counts.right == counts.judged), int(wrong == counts.judged)
         return counts
 
     def merge(self, other: Tally) -> None:
         """Add the counts of another tally."""
-        self.groups += other.groups
-        self.stale += other.stale
-        self.judged_groups += other.judged_groups
-        self.all_right += other.all_right
-        self.all_wrong += other.all_wrong
-        self.judged += other.judged
-        self.right += other.right
-        self.truncated += other.truncated
-        self.reward += other.reward
-        self.lengths += other.lengths
-        self.episodes += other.episodes
-        self.turns += other.turns
-        self.begun += other.begun
+        for name in (each.name for each in fields(self) if each.name != "parts"):
+            setattr(self, name, operator.iadd(getattr(self, name), getattr(other, name)))
         for name, (total, count) in other.parts.items():
             before, number = self.parts.get(name, (0.0, 0))
             self.parts[name] = (before + total, number + count)
@@ -310,8 +298,6 @@ T = TypeVar("T")
 #: Function that decodes token ids to text, including special tokens.
 Decode = Callable[[Sequence[int]], str]
 
-#: Maximum number of tags that the sample log records for one group, and the same for parts of a reward.
-_MOST: Final = 16
 #: Maximum number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16
 
@@ -335,29 +321,17 @@ class TrainedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRollouts:
-    """The results of a step's rollouts, [B] each, group after group.
+class RolloutResult:
+    """A step's results for one rollout; the defaults are those of a rollout that was not in the step.
 
-    `shaped` are shaped rewards, and `advantages` are means over a rollout's tokens, or NaN. `trained` is True if the
-    rollout had a gradient; `tokens_of` returns the tokens of such a rollout, given its number.
+    `shaped` is the shaped reward and `advantage` the mean over the rollout's tokens, each None if not finite. `trained`
+    is True if the rollout had a gradient; otherwise `tokens` is None.
     """
 
-    groups: Sequence[RolloutGroup]
-    shaped: NDArray[np.float64]
-    advantages: NDArray[np.float64]
-    trained: NDArray[np.bool_]
-    tokens_of: Callable[[int], TrainedTokens | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trained:
     shaped: float | None = None
     advantage: float | None = None
     trained: bool = False
     tokens: TrainedTokens | None = None
-
-
-_UNTRAINED: Final = _Trained()
 
 
 @final
@@ -371,43 +345,39 @@ class TrainingSamples:
     groups_per_step: int
     _texts: dict[int, str] = field(default_factory=dict)
 
-    def write(self, version: int, step: StepRollouts, filtered: FilteredGroups | None) -> None:
-        """Write some groups of the step that made `version`, and a group that was filtered before it."""
-        chosen = drawn(self.seed, version, len(step.groups), self.groups_per_step)
-        now = time.time()
-        ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
-        picked = [
-            (group := step.groups[number], [self._part(step, row) for row in _rows(ends[number], group)])
-            for number in sorted(chosen)
-        ]
-        self.log.put(lambda: self._made(version, picked, filtered, now))
+    def write(
+        self,
+        version: int,
+        groups: Sequence[RolloutGroup],
+        result_of: Callable[[int], RolloutResult],
+        filtered: FilteredGroups | None,
+    ) -> None:
+        """Write some groups of the step that made `version`, and a group that was filtered before it.
 
-    def _part(self, step: StepRollouts, row: int) -> _Trained:
-        return _Trained(
-            shaped=_finite(step.shaped[row]),
-            advantage=_finite(step.advantages[row]),
-            trained=bool(step.trained[row]),
-            tokens=step.tokens_of(row),
-        )
+        `result_of` returns the results of a rollout, given its number within the step.
+        """
+        ends = np.cumsum([len(group.rollouts) for group in groups]).tolist()
+        picked = []
+        for number in sorted(drawn(self.seed, version, len(groups), self.groups_per_step)):
+            group, end = groups[number], ends[number]
+            picked.append((group, [result_of(row) for row in range(end - len(group.rollouts), end)]))
+        now = time.time()
+        self.log.put(lambda: self._made(version, picked, filtered, now))
 
     def _made(
         self,
         version: int,
-        picked: Sequence[tuple[RolloutGroup, Sequence[_Trained]]],
+        picked: Sequence[tuple[RolloutGroup, Sequence[RolloutResult]]],
         filtered: FilteredGroups | None,
         now: float,
     ) -> Iterator[SampleGroup]:
-        for group, parts in picked:
-            answers = tuple(
-                self._answer(rollout, version, _prompt(group), part)
-                for rollout, part in zip(group.rollouts, parts, strict=True)
-            )
-            yield self._group(SampleKind.TRAINED, group, version, answers, now)
+        for group, results in picked:
+            yield self._group(SampleKind.TRAINED, group, version, results, now)
         if filtered is not None:
             group = filtered.example
-            answers = tuple(self._answer(rollout, version, _prompt(group)) for rollout in group.rollouts)
+            results = [RolloutResult()] * len(group.rollouts)
             yield self._group(
-                SampleKind.FILTERED, group, version, answers, now, why=filtered.why, counts=filtered.counts
+                SampleKind.FILTERED, group, version, results, now, why=filtered.why, counts=filtered.counts
             )
 
     def _group(
@@ -415,13 +385,14 @@ class TrainingSamples:
         kind: SampleKind,
         group: RolloutGroup,
         version: int,
-        answers: tuple[AnswerRecord, ...],
+        results: Sequence[RolloutResult],
         now: float,
         *,
         why: str = "",
         counts: Mapping[str, int] | None = None,
     ) -> SampleGroup:
-        context = _prompt(group).tolist()
+        prompt = group.rollouts[0].turns[0].context_token_ids
+        context = prompt.tolist()
         return SampleGroup(
             kind=kind,
             step=version,
@@ -429,18 +400,19 @@ class TrainingSamples:
             group_id=group.group_id,
             domain=group.domain,
             problem_id=group.problem.problem_id,
-            tags=group.problem.tags[:_MOST],
+            tags=group.problem.tags[:_MOST_OF_A_GROUP],
             prompt=self.decode(context),
             prompt_tokens=self._tokens(context),
             ground_truth=group.problem.ground_truth,
-            answers=answers,
+            answers=tuple(
+                self._answer(rollout, version, prompt, result)
+                for rollout, result in zip(group.rollouts, results, strict=True)
+            ),
             why=why,
             filtered=dict(counts or {}),
         )
 
-    def _answer(
-        self, rollout: Rollout, version: int, prompt: NDArray[np.int32], part: _Trained = _UNTRAINED
-    ) -> AnswerRecord:
+    def _answer(self, rollout: Rollout, version: int, prompt: NDArray[np.int32], result: RolloutResult) -> AnswerRecord:
         verdict, (first, *later) = rollout.verdict, rollout.turns
         tokens = [first.token_ids, *(each for turn in later for each in (turn.context_token_ids, turn.token_ids))]
         token_ids: list[int] = np.concatenate(tokens).tolist()
@@ -449,15 +421,17 @@ class TrainingSamples:
             outcome=verdict.outcome.value,
             reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,
             reason=without_secrets(verdict.reason),
-            parts=tuple((part.name, part.reward) for part in verdict.parts[:_MOST] if math.isfinite(part.reward)),
-            shaped=part.shaped,
-            advantage=part.advantage,
+            parts=tuple(
+                (part.name, part.reward) for part in verdict.parts[:_MOST_OF_A_GROUP] if math.isfinite(part.reward)
+            ),
+            shaped=result.shaped,
+            advantage=result.advantage,
             length=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
             spans=tuple((span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans),
             staleness=version - rollout.oldest_version,
-            trained=part.trained,
-            tokens=self._columns(rollout, token_ids, part.tokens),
+            trained=result.trained,
+            tokens=self._columns(rollout, token_ids, result.tokens),
             turns=self._turns(rollout, prompt) if len(rollout.turns) > 1 else (),
         )
 
@@ -502,10 +476,10 @@ class TrainingSamples:
         return AnswerTokens(
             tokens=self._tokens(token_ids),
             versions=spread(versions),
-            logprobs=spread(_told(logprobs, "%.7g")),
-            deltas=spread(_told(deltas, "%.3g")) if deltas else (),
-            advantages=spread(_told(trained.advantages.tolist(), "%.4g")) if trained is not None else (),
-            entropies=spread(_told(entropies, "%.4g")) if entropies else (),
+            logprobs=spread(_rounded(logprobs, "%.7g")),
+            deltas=spread(_rounded(deltas, "%.3g")) if deltas else (),
+            advantages=spread(_rounded(trained.advantages.tolist(), "%.4g")) if trained is not None else (),
+            entropies=spread(_rounded(entropies, "%.4g")) if entropies else (),
         )
 
     def _tokens(self, token_ids: Sequence[int]) -> TokenTexts:
@@ -526,15 +500,7 @@ def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
     return chosen
 
 
-def _prompt(group: RolloutGroup) -> NDArray[np.int32]:
-    return group.rollouts[0].turns[0].context_token_ids
-
-
-def _rows(end: int, group: RolloutGroup) -> range:
-    return range(end - len(group.rollouts), end)
-
-
-def _told(values: Sequence[float], form: str) -> list[float | None]:
+def _rounded(values: Sequence[float], form: str) -> list[float | None]:
     """Round values to the format `form`, to keep records small; None for values that are not finite."""
     return [float(form % value) if math.isfinite(value) else None for value in values]
 

@@ -48,15 +48,10 @@ class Accumulated:
     measured: MeasuredEntropy
 
     @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of the whole batch."""
-        return self.batch.micro_batches
-
-    @property
     def losses(self) -> list[LossStats | None]:
         """Each micro-batch's loss at the weights from which the step starts; None outside the first mini-batch."""
         known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
-        return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
+        return [known.get(id(micro_batch)) for micro_batch in self.batch.micro_batches]
 
 
 class StepResult(NamedTuple):
@@ -137,7 +132,7 @@ class TrainStep:
         figures = {
             **figures_of(updates, objective, held_version=batch.producing - 1),
             **(self.passes.history.figures() if self.passes.history else {}),
-            **_kl_reference(accumulated.micro_batches, reads="ref_logprobs" in objective.passes),
+            **_kl_reference(batch.micro_batches, reads="ref_logprobs" in objective.passes),
             **accumulated.measured.figures,
         }
         if mini_batching.updates == 1:
@@ -188,10 +183,7 @@ class TrainStep:
         for name, call in self.passes.plan(needs, batch, objective=objective).items():
             with finite_check.naming(name, batch.orders):
                 columns = call(completed)
-            completed = [
-                with_columns(micro_batch, {name: column})
-                for micro_batch, column in zip(completed, columns, strict=True)
-            ]
+            completed = [with_columns(each, {name: column}) for each, column in zip(completed, columns, strict=True)]
         finite_check.check_columns(batch, completed)
         if objective.late_columns:
             completed = batch.with_advantages(objective, completed)
@@ -210,7 +202,7 @@ class TrainStep:
         given = completed
         if beta is not None:
             factors = [np.full(micro_batch.num_tokens, beta, np.float32) for micro_batch in completed]
-            given = [with_columns(each, {"kl_coefficients": f}) for each, f in zip(completed, factors, strict=True)]
+            given = [replace(each, kl_coefficients=f) for each, f in zip(completed, factors, strict=True)]
         streamed = batch.losses.objective(compiled)
         blank = [name for name in streamed.needs if demonstrations and getattr(demonstrations[0], name, 0) is None]
         others = [
@@ -283,7 +275,7 @@ def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossSt
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
     """Return KL(sampler ‖ reference), estimated by K1, in nats per token, for each stream with a reference."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [
             (batch.behavior_logprobs - batch.ref_logprobs)[only(batch, loss).loss_mask]
@@ -291,5 +283,5 @@ def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[s
             if batch.ref_logprobs is not None and (loss is not Loss.RL or reads)
         ]
         joined = np.concatenate([np.zeros(0, np.float32), *differences])
-        found |= {name: float(joined.mean(dtype=np.float64))} if joined.size else {}
-    return found
+        metrics |= {name: float(joined.mean(dtype=np.float64))} if joined.size else {}
+    return metrics

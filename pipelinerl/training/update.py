@@ -6,7 +6,7 @@ engine and trainer use only the first update, whose log-probs belong to the weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean
@@ -29,7 +29,7 @@ from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 #: limit.
 KL_OLD: Final = "kl_old"
 #: Names of the token metrics that are reported for each update.
-_TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
+_PER_UPDATE: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 
 class BatchEnd(StrEnum):
@@ -101,7 +101,7 @@ class Update:
             "grad_norm": self.policy.grad_norm,
             "learning_rate": self.policy.learning_rate,
             "tokens": float(sum(batch.loss_mask.sum() for batch in gradient.trained)),
-            **{name: measured[name] for name in _TOLD if name in measured},
+            **{name: measured[name] for name in _PER_UPDATE if name in measured},
             **({"value_loss": _loss(gradient.value_losses)} if self.critic else {}),
         }
 
@@ -111,17 +111,17 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
     tokens, first = _tokens(updates), updates[0].gradient
     streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
-    found = {
+    metrics = {
         **statistics(streamed, tokens),
         **causes.figures(compared, held_version=held_version, cuts=cuts(streamed, _tokens(updates[:1]))),
     }
     if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
-        found |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
+        metrics |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
     return {
-        **found,
+        **metrics,
         **_of_critic(updates),
-        **_of_sending(updates),
-        **_of_demonstrations(updates),
+        **_mean("sent_share", (update.policy.sent_share for update in updates)),
+        **_mean("ce_loss", (update.gradient.cross_entropy for update in updates)),
         "loss": fmean(_loss(update.gradient.losses) for update in updates),
         "grad_norm": fmean(update.policy.grad_norm for update in updates),
         "learning_rate": updates[-1].policy.learning_rate,
@@ -129,14 +129,10 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
     }
 
 
-def _of_sending(updates: Sequence[Update]) -> dict[str, float]:
-    shares = [update.policy.sent_share for update in updates if update.policy.sent_share is not None]
-    return {"sent_share": fmean(shares)} if shares else {}
-
-
-def _of_demonstrations(updates: Sequence[Update]) -> dict[str, float]:
-    losses = [update.gradient.cross_entropy for update in updates if update.gradient.cross_entropy is not None]
-    return {"ce_loss": fmean(losses)} if losses else {}
+def _mean(name: str, values: Iterable[float | None]) -> dict[str, float]:
+    """Return the mean of the known values as the metric `name`; {} if none is known."""
+    known = [value for value in values if value is not None]
+    return {name: fmean(known)} if known else {}
 
 
 def _of_critic(updates: Sequence[Update]) -> dict[str, float]:

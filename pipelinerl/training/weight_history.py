@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self, final
@@ -105,18 +104,19 @@ class WeightHistory:
 
     def saver(self) -> Callable[[Path], None]:
         """Return a function that writes the current versions into a directory, one file each; it may run later."""
-        return partial(_save, self._layout, dict(self._held))
+        layout, held = self._layout, dict(self._held)
+
+        def save(path: Path) -> None:
+            for version, weights in held.items():
+                write_weights(path / f"{_PREFIX}{version:06d}.safetensors", layout, weights.items())
+
+        return save
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
         """Return the history saved in `path`; empty if nothing is. Raises CheckpointError if a file is unusable."""
         files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
         return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
-
-
-def _save(layout: Sequence[ParameterInfo], held: Mapping[int, HostWeights], path: Path) -> None:
-    for version, weights in held.items():
-        write_weights(path / f"{_PREFIX}{version:06d}.safetensors", layout, weights.items())
 
 
 def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:

@@ -37,7 +37,7 @@ RETIRED = {
     "Poison": "NonFiniteStep",
     "Conversation": "ControllerLink",
     "Intake": "RolloutReader",
-    "Prover": "CanaryChecker",
+    "Prover": "check_canary",
     "Seat": "GroupEndpoint",
     "Seating": "EndpointFactory",
     "keep_seats": "serve_endpoints",

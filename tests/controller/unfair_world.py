@@ -380,7 +380,7 @@ class UnfairWorld:
                 epoch=self.epoch,
                 model_version=self.version,
                 consumed=self._consumed(),
-                stats={"waiting_groups": self.batcher.num_waiting},
+                stats={"waiting_groups": len(self.batcher.waiting)},
             )
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +38,7 @@ from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.canary_check import TOLERANCES, Canary, check_canary
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
@@ -159,8 +160,10 @@ async def run(
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
-        canary_checker=LogprobCanaryChecker(
-            Canary(messages=(ChatMessage(role="user", content="say b"),), tolerance=TOLERANCES["float32"]), client
+        check_canary=partial(
+            check_canary,
+            Canary(messages=(ChatMessage(role="user", content="say b"),), tolerance=TOLERANCES["float32"]),
+            client,
         ),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
         restored=restored[1] if restored else None,

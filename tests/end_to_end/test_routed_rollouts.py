@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -24,7 +25,6 @@ from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
@@ -123,7 +123,7 @@ async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path: 
     batch = build(taken, objective=OBJECTIVE, token_budget=64, producing=1)
     assert all(each.routed_experts is not None for each in batch.micro_batches)
     for each in batch.micro_batches:
-        (told,), (free,) = trainer.forward([each]), trainer.forward([with_columns(each, {"routed_experts": None})])
+        (told,), (free,) = trainer.forward([each]), trainer.forward([replace(each, routed_experts=None)])
         apart = np.abs(told - each.behavior_logprobs)[each.loss_mask]
         assert apart.max() < 0.2, "what is left is bf16's rounding"
         assert apart.mean() <= np.abs(free - each.behavior_logprobs)[each.loss_mask].mean() + 0.01

@@ -104,7 +104,7 @@ def test_old_logprobs_equal_the_logprobs_under_the_weights_that_sampled_each_tok
     batch = in_one_batch(mixed(), budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
     compared = 0
-    for packed, made in zip(batch.packed, found.micro_batches, strict=True):
+    for packed, made in zip(batch.packed, found.batch.micro_batches, strict=True):
         assert made.old_logprobs is not None and made.behavior_versions is not None
         for segment, member in enumerate(packed.members):
             its = np.flatnonzero(made.segment_ids == segment)
@@ -128,7 +128,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
     batch = in_one_batch([replace(group(0), rollouts=(forked, sampled(2, [(1, 4)], reward=0.0)))], budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
     compared = 0
-    for made in found.micro_batches:
+    for made in found.batch.micro_batches:
         assert made.old_logprobs is not None and made.behavior_versions is not None
         for version in range(3):
             its = made.loss_mask & (made.behavior_versions == version)
@@ -145,7 +145,7 @@ def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
-    for made, loss in zip(found.micro_batches, found.first.losses, strict=True):
+    for made, loss in zip(found.batch.micro_batches, found.first.losses, strict=True):
         assert made.old_logprobs is not None
         assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
 

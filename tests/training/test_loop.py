@@ -207,7 +207,7 @@ async def room(
         objective=resolve(objective, max_tokens=8),
         stream=stream,
         publisher=engines,
-        canary_checker=engines,
+        check_canary=lambda *given: engines.check(*given),
         checkpoints=store,
         restored=restored,
         at=steps.append,
@@ -304,7 +304,7 @@ async def test_step_with_enough_rollouts_waits_for_a_group_that_would_be_too_old
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
         await made.roll_out(0, 1)
-        await made.until(lambda: made.loop._batcher.num_waiting == 2)
+        await made.until(lambda: len(made.loop._batcher.waiting) == 2)
         await asyncio.sleep(0.1)
         assert not await made.reports(StepDone), "order 2 could train no other step"
         await made.say("ended-e1-2", failed=[2], **due)
@@ -637,7 +637,7 @@ async def test_trainer_that_waits_past_its_deadline_fails_with_the_name_of_the_m
 
 def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
     """Return what changes when something arrives: waiting groups, ledger counts and the current directive."""
-    return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
+    return len(loop._batcher.waiting), dict(loop._batcher.ledger.counts), loop._link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
@@ -650,7 +650,7 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)
-        await made.until(lambda: made.loop._batcher.num_waiting == 1)
+        await made.until(lambda: len(made.loop._batcher.waiting) == 1)
         for number in (1, 2, 3):
             before = taken_in(made.loop)
             ahead_s += 0.7 * DEADLINE_S

@@ -74,7 +74,7 @@ def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[Rollout
     made = {}
     for role, worker in (("policy", step.passes.policy), ("critic", step.passes.critic)):
         if isinstance(worker, TorchTrainer):
-            named = worker._worker.named_parameters()
+            named = worker._worker.loaded.weights.items()
             made |= {f"{role} {name}": p.grad.clone() for name, p in named if p.grad is not None}
             worker.discard_gradient()
     return made

@@ -127,7 +127,7 @@ def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: 
         made = accumulated(step, objective, budget=budget, of=of)
         figures = step.apply(made, learning_rates=[0.1]).figures
         tables = [weights(worker) for worker in (step.passes.policy, step.critic and step.critic.worker) if worker]
-        return tables, figures["grad_norm"], len(made.micro_batches)
+        return tables, figures["grad_norm"], len(made.batch.micro_batches)
 
     expected, norm, _ = stepped(1000, groups())
     assert norm > 1e-4
@@ -168,7 +168,7 @@ def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: T
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
     found = step.accumulate(batch, objective)
     raw: list[np.ndarray] = []
-    for packed, micro_batch in zip(batch.packed, found.micro_batches, strict=True):
+    for packed, micro_batch in zip(batch.packed, found.batch.micro_batches, strict=True):
         ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
         for member, first, last in zip(packed.members, np.append(0, ends[:-1] + 1), ends + 1, strict=True):
             inside = slice(first, last)
@@ -210,7 +210,7 @@ def test_step_makes_only_the_forward_passes_that_its_objective_needs(
     workers: list[Any] = [step.passes.policy, step.passes.critic, step.passes.reference]
     assert tuple(worker.forwards for worker in workers) == expected
     if old is OldLogprobs.BEHAVIOR:
-        assert made.micro_batches[0].old_logprobs is made.micro_batches[0].behavior_logprobs
+        assert made.batch.micro_batches[0].old_logprobs is made.batch.micro_batches[0].behavior_logprobs
 
 
 def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:

@@ -68,9 +68,8 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield findings on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
     if config.trainer.type != "torch":
         return
-    from pipelinerl.trainers.torch.options import attention_of
+    from pipelinerl.trainers.torch.options import options_of
     from pipelinerl.trainers.torch.packed.attention_choice import (
-        AttentionFacts,
         HeadShapes,
         SegmentAttention,
         chosen,
@@ -80,7 +79,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     from pipelinerl.weights.broadcast.collective import offers
 
     is_cuda = config.trainer.device is Device.CUDA or (config.trainer.device is Device.AUTO and offers(Backend.NCCL))
-    facts = AttentionFacts(
+    why_not = why_not_varlen(
         device="cuda" if is_cuda else "cpu",
         precision=config.trainer.passes_in,
         capability=None,  # do not inspect this machine's GPU: the run may use another machine
@@ -88,7 +87,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         widths=HeadShapes.of(text_config(config.model.resolved)).widths,
     )
     try:
-        requested, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
+        requested = options_of(config.trainer.options).attention
         trial = ", if its trial on that GPU succeeds" if chosen(requested, why_not) is SegmentAttention.VARLEN else ""
         yield "attention", described(requested, why_not) + trial
     except SpecError as error:
@@ -100,14 +99,15 @@ def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return
     from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts
-    from pipelinerl.trainers.torch.options import experts_of, mesh_of
+    from pipelinerl.trainers.torch.options import options_of
 
-    mesh = mesh_of({"mesh": config.trainer.options["mesh"]})
+    options = options_of(config.trainer.options)
+    mesh = options.mesh
     if mesh.size == 1:
         return
     try:
         refuse_heads(read_shape(config.model.resolved).heads, mesh.cp)
-        is_parallel = experts_of(config.trainer.options) is ExpertWeights.PARALLEL
+        is_parallel = options.experts is ExpertWeights.PARALLEL
         if is_parallel:
             mixture = mixture_of(config.model.resolved)
             refuse_uneven_experts(0 if mixture is None else mixture.experts, mesh.shards)

@@ -21,10 +21,10 @@ from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.roles.wiring import is_url, references_of
 from pipelinerl.system.machine import has_accelerator
-from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
-from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import gradients_of, mesh_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
+from pipelinerl.trainers.torch.options import options_of
 from trainer_contract.types import Device, Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
@@ -133,8 +133,8 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     section = config.trainer
     if section.type != "torch":
         return None
-    lora, mesh = lora_of(section.options), mesh_of(section.options)
-    optimizer, longest = optimizer_of(section.options), config.engine.context_length
+    options, longest = options_of(section.options), config.engine.context_length
+    lora, mesh, optimizer = options.lora, options.mesh, options.optimizer
     tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
     answer_share = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
@@ -152,7 +152,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         references=sum(not is_url(place) for place in set(references_of(config, objective).values())),
         moments=optimizer.moments,
         place=optimizer.place,
-        gradients=gradients_of(section.options),
+        gradients=options.gradients,
         on_gpu=on_accelerator(section.device),
     )
 

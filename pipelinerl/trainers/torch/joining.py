@@ -85,8 +85,8 @@ def join(distributed: Distributed, port: int) -> None:
             timeout=timeout,
         )
         reads = dist.new_group(backend="gloo", timeout=timeout)
-        sharing = _ranks_sharing_memory(distributed.process, distributed.processes)
-        _world = TorchWorld(distributed.process, reads, sharing, _views(distributed.processes))
+        rank = distributed.process
+        _world = TorchWorld(rank, reads, _ranks_sharing_memory(rank), _views())
     except (RuntimeError, ValueError, OSError) as error:
         raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
 
@@ -101,7 +101,7 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
     )
 
 
-def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
+def _ranks_sharing_memory(rank: int) -> frozenset[int]:
     # The time serves as a number that is unique to this call.
     now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)
     with suppress(OSError):  # fails if shared memory is not supported; rank 0 then offers none
@@ -112,17 +112,20 @@ def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
     dist.broadcast(offer, 0)
     *place_of, content = offer.tolist()
     can = torch.tensor(is_here(Place(*place_of), _CONTENT.pack(content)), dtype=torch.int32)
-    answers = [torch.empty_like(can) for _ in range(processes)]
-    dist.all_gather(answers, can)
-    return frozenset(number for number, each in enumerate(answers) if number and each)
+    return frozenset(number for number, each in enumerate(_gathered(can)) if number and each)
 
 
-def _views(processes: int) -> tuple[int, ...]:
+def _views() -> tuple[int, ...]:
     facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
-    views = [torch.empty_like(own) for _ in range(processes)]
-    dist.all_gather(views, own)
-    return tuple(int(each) for each in views)
+    return tuple(int(each) for each in _gathered(own))
+
+
+def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all processes, by rank."""
+    tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, own)
+    return tensors
 
 
 def _bind_gloo_to_loopback() -> None:
@@ -145,8 +148,7 @@ def in_agreement() -> Iterator[None]:
         sentence = str(own).encode()[:_SENTENCE_BYTES]
         message[0] = 1 + _KINDS.index(SpecError if isinstance(own, SpecError) else StateError)
         message[1 : 1 + len(sentence)] = torch.tensor(list(sentence), dtype=torch.uint8)
-    messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
-    dist.all_gather(messages, message)
+    messages = _gathered(message)
     if own is not None:
         raise own
     for rank, (kind, *text) in enumerate(each.tolist() for each in messages):

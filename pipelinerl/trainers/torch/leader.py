@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,17 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, RankResults, Ranks, lead, one_ahead
+from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead, one_ahead
+from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
+from pipelinerl.trainers.torch.loading import LoadedModel
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
+from pipelinerl.trainers.torch.shard_files import write_index
 from trainer_contract.errors import NonFiniteError, RankError, TrainerError
 from trainer_contract.types import (
     Float32,
@@ -47,7 +50,6 @@ from trainer_contract.types import (
     MicroBatch,
     Objective,
     ParameterInfo,
-    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -66,11 +68,10 @@ class MeshLeader:
         self.has_gradient = False
 
     @classmethod
-    def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshLeader:
+    def started(cls, spec: TrainerSpec, options: TorchOptions, distributed: Distributed) -> MeshLeader:
         """Wait for the other ranks if they have not joined yet, then load the model on all ranks."""
-        assert options.distributed is not None, "one process needs no leader"
-        ranks, number, plain = lead(options.distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
-        begin = partial(MeshWorker.started, spec, options.mesh)
+        ranks, number, plain = lead(distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
+        begin = partial(MeshWorker.started, spec, options)
         try:
             worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
         except RankError:
@@ -86,14 +87,9 @@ class MeshLeader:
         return self._worker.spec
 
     @property
-    def vocab_size(self) -> int:
-        """The size of the model's vocabulary."""
-        return int(self._worker.loaded.config.get_text_config().vocab_size)
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        """The sizes of routers that can replay recorded experts, if the model has any."""
-        return self._worker.model.model.routing
+    def loaded(self) -> LoadedModel:
+        """The model, which is sharded over the ranks."""
+        return self._worker.loaded
 
     @property
     def model_version(self) -> int:
@@ -107,39 +103,29 @@ class MeshLeader:
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the predictions of each micro-batch, computed on all ranks."""
-        return self._predictions(
-            batches,
-            lambda mine, rounds: ForwardCommand(self._number, mine, rounds),
-            lambda mine, rounds: self._worker.forward(mine, rounds),
-        )
+        return self._predictions(batches, ForwardCommand, self._worker.forward)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` while each rank's shards temporarily hold the given weights."""
-        return self._predictions(
-            batches,
-            lambda mine, rounds: ForwardAt(self._number, mine, rounds),
-            lambda mine, rounds: self._worker.forward_at(mine, rounds, weights),
-        )
+        return self._predictions(batches, ForwardAt, partial(self._worker.forward_at, weights=weights))
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Accumulate gradients on all ranks. The backward pass of the last round sums the gradients over the ranks."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
-        encoded = encode_objective(objective)
-        if numbers:
-            try:
-                own, others = self._distribute(
-                    [batches[number] for number in numbers],
-                    lambda mine, rounds: Backward(self._number, mine, rounds, encoded),
-                    lambda mine, rounds: self._worker.backward(mine, rounds, objective),
-                )
-            except NonFiniteError as error:
-                self.has_gradient = False
-                number = None if error.number is None else numbers[error.number]
-                raise NonFiniteError(str(error), number=number) from error
-            for part, its in self._by_part(own, others, _loss):
-                for number, loss in zip(numbers[part :: self.width], its, strict=True):
-                    losses[number] = loss
+        try:
+            computed = self._distribute(
+                [batches[number] for number in numbers],
+                partial(Backward, objective=encode_objective(objective)),
+                partial(self._worker.backward, objective=objective),
+                _loss,
+            )
+        except NonFiniteError as error:
+            self.has_gradient = False
+            number = None if error.number is None else numbers[error.number]
+            raise NonFiniteError(str(error), number=number) from error
+        for number, loss in zip(numbers, computed, strict=True):
+            losses[number] = loss
         self.has_gradient = True
         return losses
 
@@ -169,50 +155,34 @@ class MeshLeader:
         bunches = [[info.name for info in bunch] for bunch in grouped_parameters(layout, most)]
         begun = (self._begun(names, GatheredKind.WEIGHTS, memory) for names in bunches)
         with closing(one_ahead(begun)) as gathered:
-            for names, found in zip(bunches, gathered, strict=True):
+            for names, tensors in zip(bunches, gathered, strict=True):
                 for name in names:
-                    yield name, found.pop(0)
+                    yield name, tensors.pop(0)
 
     def save_state(self, path: Path) -> None:
         """Save the state: ranks of the first model replica write their rows; with adapters, rank 0 writes all files."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
-            self._save_adapters(path, adapters)
-            return
-        command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
-        self._ranks.together(lambda _: command, own, lane=Lane.READS)
-        torch_state.save_divided(
-            path,
-            config=worker.model.model.model.config,
-            shapes=worker.model.shapes,
-            shards=worker.mesh.shards,
-            steps={name: worker.steps_of(name) for name in worker.model.trained} if worker.has_moments else {},
-            random=worker.random,
-            head=worker.spec.head,
-            model_version=worker.model_version,
-        )
-
-    def _save_adapters(self, path: Path, adapters: Adapters) -> None:
-        worker = self._worker
+            trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
+            adapters.save(path / torch_state.ADAPTER, base=worker.spec.model_path, values=trained)
+        else:
+            command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
+            self._ranks.together(lambda _: command, own, lane=Lane.READS)
+            write_index(path, worker.mesh.shards, worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
-            kinds = {str(kind): self._gathered([name], kind)[0] for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
-            moments[name] = {"step": worker.steps_of(name), **kinds}
-        trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
+            moments[name] = {"step": worker.steps_of(name)}
+            if adapters is not None:
+                for kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+                    moments[name][str(kind)] = self._gathered([name], kind)[0]
         torch_state.save(
             path,
-            model=worker.model.model,
-            weights=trained,
+            config=worker.loaded.config,
             random=worker.random,
             head=worker.spec.head,
             moments=moments,
             model_version=worker.model_version,
-            adapters=torch_state.SavedAdapters(
-                write=lambda directory: adapters.save(
-                    directory, base=worker.spec.model_path, own=trained, pairs=adapters.pairs_of(trained)
-                ),
-                record=adapters.record(digest=worker.loaded.base_digest),
-            ),
+            lora=adapters and adapters.record(digest=worker.loaded.base_digest),
         )
 
     def close(self) -> None:
@@ -222,40 +192,43 @@ class MeshLeader:
     def _predictions(
         self,
         batches: Sequence[MicroBatch],
-        command: Callable[[list[Columns], int], Command],
+        command: Callable[[int, list[Columns], int], Command],
         own: Callable[[list[MicroBatch], int], list[Float32]],
     ) -> list[Float32]:
         predictions = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if (batch.position_ids > 0).any()]
-        if numbers:
-            mine, others = self._distribute([batches[number] for number in numbers], command, own)
-            for part, its in self._by_part(mine, others, _predicted):
-                for number, each in zip(numbers[part :: self.width], its, strict=True):
-                    require_finite(each)
-                    predictions[number] = each
+        computed = self._distribute([batches[number] for number in numbers], command, own, _predicted)
+        for number, each in zip(numbers, computed, strict=True):
+            require_finite(each)
+            predictions[number] = each
         return predictions
 
     def _distribute(
         self,
         batches: Sequence[MicroBatch],
-        command: Callable[[list[Columns], int], Command],
-        own: Callable[[list[MicroBatch], int], T],
-    ) -> RankResults[T]:
-        """Run a command on micro-batches that are distributed round-robin, `width` per round."""
+        command: Callable[[int, list[Columns], int], Command],
+        own: Callable[[list[MicroBatch], int], list[T]],
+        decoded: Callable[[RankResult], T],
+    ) -> list[T]:
+        """Compute micro-batches on all ranks, distributed round-robin, `width` per round; return results in order.
+
+        `command` makes a rank's command from the trainer's number, the rank's micro-batches and the number of rounds;
+        `own` computes those of rank 0.
+        """
+        if not batches:
+            return []
         width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
-        return self._ranks.together(
-            lambda rank: command([encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),
+        mine, others = self._ranks.together(
+            lambda rank: command(self._number, [encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),
             lambda: own(list(batches[::width]), rounds),
             lane=Lane.PASSES,
         )
-
-    def _by_part(
-        self, own: list[T], others: Mapping[int, list[RankResult]], decoded: Callable[[RankResult], T]
-    ) -> Iterator[tuple[int, list[T]]]:
-        yield 0, own
-        for rank, results in others.items():
-            if rank % self._worker.mesh.cp == 0:
-                yield rank // self._worker.mesh.cp, [decoded(result) for result in results]
+        results = dict(zip(range(0, len(batches), width), mine, strict=True))
+        for rank, answers in others.items():
+            if rank % cp == 0:  # the ranks that share a micro-batch return the same results
+                places = range(rank // cp, len(batches), width)
+                results |= zip(places, map(decoded, answers), strict=True)
+        return [results[number] for number in range(len(batches))]
 
     def _all(self, command: Command, own: Callable[[], T]) -> T:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own

@@ -60,6 +60,11 @@ class LoadedModel(NamedTuple):
     keeps_base_in_bf16: bool
 
     @property
+    def vocab_size(self) -> int:
+        """The size of the model's vocabulary."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
     def trained(self) -> dict[str, Parameter]:
         """The parameters that the optimizer trains, by name, in the model's order."""
         if self.adapters is not None:
@@ -93,13 +98,13 @@ class LoadedModel(NamedTuple):
             self.model.probe(device, self.products)
             return {}
         weights, apart = self.weights, rounded_in_passes(self.model.model) if masters is StatePlace.HOST else set()
-        found = with_masters({name: each for name, each in weights.items() if each in apart}, device)
-        self._read_to(device, found)
+        on_host = with_masters({name: each for name, each in weights.items() if each in apart}, device)
+        self._read_to(device, on_host)
         self.model.to(device)
-        for name in found:
+        for name in on_host:
             weights[name].grad_dtype = torch.float32
-        self.model.probe(device, torch.bfloat16 if found else torch.float32)
-        return found
+        self.model.probe(device, torch.bfloat16 if on_host else torch.float32)
+        return on_host
 
     def use_bf16_in_passes(self) -> frozenset[str]:
         """Convert to bf16 those parameters that autocast would round in every pass anyway; return their names.
@@ -173,11 +178,11 @@ def load(spec: TrainerSpec) -> LoadedModel:
         saved.check_kind(has_adapters=lora is not None)
     # The values of a sharded state are read later, when parameters get memory.
     is_whole = saved is not None and lora is None and saved.shards is None
-    source = saved.model_path if saved is not None and is_whole else spec.model_path
+    source = saved.path / torch_state.MODEL if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
     with torch_state.damage_is_state_error(saved if is_whole else None):
         model, reader = _load(source, spec, served=gather_dtype)
-        adapters = Adapters.of(model, lora)
+        adapters = None if lora is None else Adapters(model, lora)
     if adapters is not None and adapters.reaches_output and spec.head_precision is HeadPrecision.FP32:
         raise SpecError(
             "options.lora.targets names the output layer, and model.head_precision = fp32 computes it with the weights "
@@ -186,14 +191,9 @@ def load(spec: TrainerSpec) -> LoadedModel:
     digest = "" if adapters is None else weights_digest(spec.model_path)
     if adapters is not None and saved is not None:
         saved.check_adapters(adapters.record(digest=digest))
-        adapters.restore(saved.adapter_path)
+        adapters.restore(saved.path / torch_state.ADAPTER)
     compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
     return LoadedModel(model, config, saved, reader, gather_dtype, adapters, digest, compact)
-
-
-def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
-    """Seed the adapters' dropout from step and rank only, so that a resumed run drops the same inputs."""
-    torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
 
 
 def refuse_device(device: Device) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from pipelinerl import rng
 from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.ranks.commands import (
     Backward,
@@ -42,14 +43,13 @@ from pipelinerl.trainers.ranks.commands import (
 from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import in_agreement, world
-from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
+from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
-from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of, mesh_of
-from pipelinerl.trainers.torch.packed.planner import Planning, planning
-from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
+from pipelinerl.trainers.torch.options import TorchOptions, options_of
+from pipelinerl.trainers.torch.packed.planner import planning
+from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, made_up_batch, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from pipelinerl.trainers.torch.transfers import HostBuffer
@@ -83,14 +83,12 @@ class MeshWorker:
     """One process's shards, their optimizer, and the passes over them."""
 
     spec: TrainerSpec
-    mesh: ProcessMesh
+    options: TorchOptions
     rank: int
     setting: PassSetting
     model: ShardedModel
     loaded: LoadedModel
     optimizer: ParameterOptimizer
-    options: OptimizerOptions
-    gradients: GradientSum
     random: torch_state.RandomState
     model_version: int = 0
     #: Host memory for rows: one buffer for each parameter in transit to rank 0; `save_buffer` is for saving, on another
@@ -98,28 +96,35 @@ class MeshWorker:
     buffers: tuple[HostBuffer, ...] = field(default_factory=lambda: tuple(HostBuffer() for _ in range(_SENT_AT_ONCE)))
     save_buffer: HostBuffer = field(default_factory=HostBuffer)
 
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The processes of this trainer."""
+        return self.options.mesh
+
     @classmethod
-    def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
+    def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshWorker:
         """Load the model and keep this rank's rows; restore its rows of the optimizer's state if a state was saved."""
-        rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
+        mesh, rank = options.mesh, world().rank
+        compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
         with in_agreement():
             refuse_device(spec.device)
             device = _device(spec)
             loaded = load(spec)
             text = loaded.config.get_text_config()
             refuse_heads(text.num_attention_heads, mesh.cp)
-            attention = planning(attention_of(spec.options), spec.precision, device, text.to_dict(), spec.kernels)
+            attention = planning(options.attention, spec.precision, device, text.to_dict(), spec.kernels)
         if rank == 0:
-            _log_start(loaded, attention)
+            log.info("attention: %s", attention.description)
+            if loaded.adapters is not None:
+                log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         with in_agreement():
-            experts = experts_of(spec.options)
-            model = loaded.divided(mesh, rank=rank, device=device, compute=compute, experts=experts)
+            model = loaded.divided(mesh, rank=rank, device=device, compute=compute, experts=options.experts)
         model.probe(loaded.products)
-        options, shards = optimizer_of(spec.options), [shard for shard in model.trained.values() if shard.numel()]
-        optimizer = adamw(shards, spec.optimizer, options, seed=spec.seed, shard=rank % mesh.shards)
+        shards = [shard for shard in model.trained.values() if shard.numel()]
+        optimizer = adamw(shards, spec.optimizer, options.optimizer, seed=spec.seed, shard=rank % mesh.shards)
         read, random = loaded._replace(saved=None, reader=None), torch_state.RandomState.now()
         setting = PassSetting(device, attention.plan_of, model.group)
-        worker = cls(spec, mesh, rank, setting, model, read, optimizer, options, gradients_of(spec.options), random)
+        worker = cls(spec, options, rank, setting, model, read, optimizer, random)
         with in_agreement():
             if loaded.saved is not None:
                 worker._restore(loaded.saved)
@@ -143,7 +148,7 @@ class MeshWorker:
         try:
             predictions = [predicted(self.model, self.setting, batch) for batch in batches]
             for _ in range(rounds - len(batches)):
-                predicted(self.model, self.setting, _dummy_batch())
+                predicted(self.model, self.setting, made_up_batch(np.array([2]), vocab_size=1))
         finally:
             self.model.end_forward()
         return predictions
@@ -165,14 +170,15 @@ class MeshWorker:
         if self.loaded.adapters is None:
             with self._computing_as_engines():
                 return self._backward(batches, rounds, objective)
-        seed_dropout(self.spec, model_version=self.model_version, rank=self.rank)
+        # Dropout depends on step and rank only, so a resumed run drops the same inputs.
+        torch.manual_seed(rng.key(self.spec.seed, "adapter_dropout", self.model_version, self.rank))
         with self.loaded.adapters.dropping_out():
             return self._backward(batches, rounds, objective)
 
     def _backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
         results = []
         for turn in range(rounds):
-            self.model.begin_backward(is_last=self.gradients is GradientSum.DIVIDED or turn == rounds - 1)
+            self.model.begin_backward(is_last=self.options.gradients is GradientSum.DIVIDED or turn == rounds - 1)
             number, vote = turn * self.mesh.width + self.rank // self.mesh.cp, 0
             try:
                 if turn < len(batches):
@@ -333,7 +339,7 @@ class MeshWorker:
 
     def _dtype_of(self, kind: GatheredKind) -> torch.dtype:
         if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
-            return dtype_of(self.options)
+            return dtype_of(self.options.optimizer)
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
@@ -359,7 +365,7 @@ class MeshWorker:
         for name, moments in saved.moments(shapes, rows_of).items():
             shard = self.model.shards[name]
             if shard.numel():
-                self.optimizer.state[shard] = restored_state(moments, shard, self.options)
+                self.optimizer.state[shard] = restored_state(moments, shard, self.options.optimizer)
         self.model_version, self.random = saved.model_version, saved.random
         saved.random.restore()
 
@@ -382,7 +388,7 @@ class MeshFollower:
     """A `RankWorker` that runs rank 0's commands in torch, and returns the results of its own micro-batches."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        self._worker = MeshWorker.started(spec, mesh_of(spec.options))
+        self._worker = MeshWorker.started(spec, options_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
         """Call the worker's method for this command; rank 0 calls the same method."""
@@ -416,12 +422,6 @@ def _result(result: Float32 | LossStats) -> RankResult:
     return RankResult(result.tobytes())
 
 
-def _log_start(loaded: LoadedModel, attention: Planning) -> None:
-    log.info("attention: %s", attention.description)
-    if loaded.adapters is not None:
-        log.info("LoRA: %s", share_of(*loaded.adapters.counts))
-
-
 @contextmanager
 def _gathering(names: Iterable[str]) -> Iterator[None]:
     try:
@@ -436,23 +436,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _dummy_batch() -> MicroBatch:
-    nothing = np.zeros(2, np.float32)
-    return MicroBatch(
-        token_ids=np.zeros(2, np.int32),
-        position_ids=np.arange(2, dtype=np.int32),
-        segment_ids=np.zeros(2, np.int32),
-        loss_mask=np.array([False, True]),
-        advantages=nothing,
-        weights=nothing,
-        behavior_logprobs=nothing,
-        temperatures=np.ones(2, np.float32),
-        num_segments=1,
-    )
-
-
 def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:
-    batch = _dummy_batch()
+    batch = made_up_batch(np.array([2]), vocab_size=1)
     return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 
 

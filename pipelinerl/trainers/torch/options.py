@@ -15,7 +15,7 @@ options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/tok
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from pipelinerl.trainers.option_table import one_of, refuse_unknown, table, whole
@@ -31,84 +31,56 @@ _NAME: Final = "torch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """Options of the torch trainer; `distributed` is set if and only if the mesh has several processes."""
+    """Options of the torch trainer, which all its processes share."""
 
     mesh: ProcessMesh
-    gradients: GradientSum = GradientSum.WHOLE
-    experts: ExpertWeights = ExpertWeights.GATHERED
-    attention: SegmentAttention = SegmentAttention.AUTO
-    compile: bool | None = None
-    lora: LoraOptions | None = None
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    distributed: Distributed | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> TorchOptions:
-        """Parse `TrainerSpec.options`. Raises SpecError for an unknown key, a wrong type, or an impossible mesh."""
-        mesh, lora, optimizer = checked(options)
-        read = cls(
-            mesh=mesh,
-            gradients=gradients_of(options),
-            experts=experts_of(options),
-            attention=attention_of(options),
-            compile=compile_of(options),
-            lora=lora,
-            optimizer=optimizer,
-        )
-        distributed = options.get("distributed")
-        if mesh.size == 1 and distributed is not None:
-            raise SpecError(
-                "options.distributed is for several processes, but options.mesh has one; set options.mesh.dp_shard=2"
-            )
-        if mesh.size > 1 and distributed is None:
-            raise SpecError(
-                f"options.mesh makes {mesh.size} processes, but options.distributed does not name their meeting point; "
-                'use `pipelinerl run`, which sets it, or add options.distributed={coordinator="127.0.0.1:8476"}'
-            )
-        if distributed is None:
-            return read
-        return replace(read, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
+    gradients: GradientSum
+    experts: ExpertWeights
+    attention: SegmentAttention
+    compile: bool | None
+    """True if layers are compiled; None lets the trainer choose."""
+    lora: LoraOptions | None
+    optimizer: OptimizerOptions
 
 
-def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """Validate all options except `distributed`; return mesh, LoRA and optimizer options. Raises SpecError."""
-    gradients_of(options)
-    experts_of(options)
-    attention_of(options)
-    compile_of(options)
-    return mesh_of(options), lora_of(options), optimizer_of(options)
+def options_of(options: Mapping[str, Any]) -> TorchOptions:
+    """Parse `TrainerSpec.options`, except `distributed`.
 
-
-def gradients_of(options: Mapping[str, Any]) -> GradientSum:
-    """Return the option `gradients`. Raises SpecError if it is not a `GradientSum`."""
-    return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
-
-
-def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
-    """Return the option `experts`. Raises SpecError if it is no `ExpertWeights`, or needs a sharded model."""
-    experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
-    if experts is ExpertWeights.PARALLEL and mesh_of(options).shards == 1:
-        raise SpecError('options.experts = "parallel" needs a sharded model; set options.mesh.dp_shard=2')
-    return experts
-
-
-def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
-    """Return the option `attention`. Raises SpecError if it is not a `SegmentAttention`."""
-    return one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention")
-
-
-def compile_of(options: Mapping[str, Any]) -> bool | None:
-    """Return the `compile` option; None lets the trainer choose. Raises SpecError if it is invalid for this mesh."""
-    value = options.get("compile")
-    if value is not None and not isinstance(value, bool):
-        raise SpecError(f"options.compile must be true or false, got {value!r}")
-    if value and mesh_of(options).size > 1:
-        raise SpecError("options.compile is for a trainer of one process, but options.mesh has several; leave it out")
-    return value
-
-
-def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
-    """Return the mesh from the options. Raises SpecError if it is impossible, or an option is unknown."""
-    refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
+    Raises SpecError for an unknown key, a wrong type, or an impossible mesh.
+    """
+    known = [*(field.name for field in fields(TorchOptions)), "distributed"]
+    refuse_unknown(options, known, "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
-    return ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
+    mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
+    experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
+    if experts is ExpertWeights.PARALLEL and mesh.shards == 1:
+        raise SpecError('options.experts = "parallel" needs a sharded model; set options.mesh.dp_shard=2')
+    compiles = options.get("compile")
+    if compiles is not None and not isinstance(compiles, bool):
+        raise SpecError(f"options.compile must be true or false, got {compiles!r}")
+    if compiles and mesh.size > 1:
+        raise SpecError("options.compile is for a trainer of one process, but options.mesh has several; leave it out")
+    return TorchOptions(
+        mesh=mesh,
+        gradients=one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients"),
+        experts=experts,
+        attention=one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention"),
+        compile=compiles,
+        lora=lora_of(options),
+        optimizer=optimizer_of(options),
+    )
+
+
+def distributed_of(options: Mapping[str, Any], mesh: ProcessMesh) -> Distributed | None:
+    """Parse `distributed`; None for a mesh of one process. Raises SpecError if it does not fit the mesh."""
+    distributed = options.get("distributed")
+    if mesh.size == 1 and distributed is not None:
+        raise SpecError(
+            "options.distributed is for several processes, but options.mesh has one; set options.mesh.dp_shard=2"
+        )
+    if mesh.size > 1 and distributed is None:
+        raise SpecError(
+            f"options.mesh makes {mesh.size} processes, but options.distributed does not name their meeting point; "
+            'use `pipelinerl run`, which sets it, or add options.distributed={coordinator="127.0.0.1:8476"}'
+        )
+    return None if distributed is None else read_distributed(distributed, trainer=_NAME, processes=mesh.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class PackedModel(nn.Module):
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face model directory with these parameter values."""
-        save_model(self.model, path, {**self._buffers_saved, **weights})
+        self.model.save_pretrained(path, state_dict={**self._buffers_saved, **weights})
 
 
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
@@ -153,11 +153,6 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a model directory stores; call this before any pass over a sharded model."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-
-
-def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a Hugging Face model directory with these parameters and buffers."""
-    model.save_pretrained(path, state_dict=dict(tensors))
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:
@@ -212,15 +207,13 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data = values
 
 
-class ReadableModel(NamedTuple):
-    """Either a model on the meta device and the reader of its parameters, or a loaded model and None."""
+def load_for_training(
+    path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm"
+) -> tuple[PreTrainedModel, WeightReader | None]:
+    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError.
 
-    model: PreTrainedModel
-    reader: WeightReader | None
-
-
-def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError."""
+    Returns a model on the meta device and the reader of its parameters, or a loaded model and None.
+    """
     try:
         model = load_structure(path, attention=IMPLEMENTATION, part=part)
         reader = WeightReader.of(path, model)
@@ -241,7 +234,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
     model.train(gradient_checkpointing)
-    return ReadableModel(model, reader)
+    return model, reader
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

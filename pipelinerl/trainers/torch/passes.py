@@ -47,12 +47,8 @@ def predict(
 
     If processes share the micro-batch, each of them gets the whole result.
     """
-    requested, distinct, positions, group = (
-        np.flatnonzero(inside),
-        Distinct.of(batch),
-        batch.position_ids,
-        setting.group,
-    )
+    requested, distinct = np.flatnonzero(inside), Distinct.of(batch)
+    positions, group = batch.position_ids, setting.group
     if group is None:
         return _computed(model, setting, batch, distinct, positions, requested, measures)
     part = SequencePart.of(group, distinct, positions, requested)
@@ -118,7 +114,7 @@ def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
     are never read; for these tokens, return the first experts.
     """
     column = batch.routed_experts
-    assert column is not None, "asked for only where there is one"
+    assert column is not None, "the caller checks that experts were recorded"
     following = np.minimum(kept + 1, batch.num_tokens - 1)
     is_known = (following > kept) & (batch.position_ids[following] > 0)
     routed = np.broadcast_to(np.arange(column.shape[2], dtype=np.int32), (len(kept), *column.shape[1:])).copy()
@@ -154,6 +150,23 @@ def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: O
     evaluated = np.zeros(batch.num_tokens, dtype=np.float32)
     evaluated[inside] = host[1:]
     return Evaluated(loss, LossStats(float(host[0]), evaluated))
+
+
+def made_up_batch(lengths: NDArray[np.int64], *, vocab_size: int) -> MicroBatch:
+    """Return segments of these lengths whose tokens count up modulo `vocab_size`; advantages and weights are 0."""
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    zeros = np.zeros(len(positions), np.float32)
+    return MicroBatch(
+        token_ids=np.arange(len(positions), dtype=np.int32) % vocab_size,
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        loss_mask=positions > 0,
+        advantages=zeros,
+        weights=zeros,
+        behavior_logprobs=zeros,
+        temperatures=np.ones(len(positions), np.float32),
+        num_segments=len(lengths),
+    )
 
 
 def broken_loss(loss: float, number: int) -> NonFiniteError:

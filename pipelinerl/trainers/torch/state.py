@@ -20,22 +20,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.option_table import architecture_of, damaged, read_record, write_record
-from pipelinerl.trainers.torch.shard_files import ShardFiles, write_index
+from pipelinerl.trainers.torch.shard_files import ShardFiles
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
 MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
-#: Name of the directory of adapters inside a state.
+#: Names of the directories of a whole model and of adapters inside a state.
+MODEL: Final = "model"
 ADAPTER: Final = "adapter"
 #: Fields of config.json that do not affect what the model computes.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
@@ -43,25 +44,6 @@ _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_
 
 #: Function that returns the rows to read of a parameter, given its number of rows.
 RowsOf = Callable[[int], slice]
-
-
-class Saveable(Protocol):
-    """A model that can be saved: `PackedModel` or `PackedValueModel`."""
-
-    model: PreTrainedModel
-
-    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the model's directory with `weights` as the values of all parameters."""
-        ...
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SavedAdapters:
-    """Adapters to save: a function that writes them into a new directory, and their fields in `trainer.json`."""
-
-    write: Callable[[Path], None]
-    record: Mapping[str, Any]
 
 
 @final
@@ -98,16 +80,6 @@ class TorchSavedState:
     tensors: Mapping[str, Tensor]
     lora: Mapping[str, Any] | None
     shards: ShardFiles | None
-
-    @property
-    def model_path(self) -> Path:
-        """The directory of the saved model, if it was trained whole."""
-        return self.path / "model"
-
-    @property
-    def adapter_path(self) -> Path:
-        """The directory of the saved adapters, if adapters were trained."""
-        return self.path / ADAPTER
 
     def check_kind(self, *, has_adapters: bool) -> None:
         """Raise StateError if a state of adapters would resume as a whole model, or vice versa."""
@@ -168,48 +140,23 @@ class TorchSavedState:
 def save(
     path: Path,
     *,
-    model: Saveable,
-    weights: Mapping[str, Tensor],
+    config: PreTrainedConfig,
     random: RandomState,
     head: Head,
     moments: Mapping[str, Mapping[str, Tensor]],
     model_version: int,
-    adapters: SavedAdapters | None = None,
+    lora: Mapping[str, Any] | None,
 ) -> None:
-    """Write the state into the directory `path`; with `adapters`, these are written instead of the weights."""
-    tensors = _tensors_of(random)
+    """Complete the state in the directory `path`, into which the caller has written the weights, adapters or shards.
+
+    `moments` is AdamW's state by parameter, without the moments that the shards contain.
+    """
+    tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
     for name, kinds in moments.items():
-        tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
-    further: dict[str, Any] = {"head": head}
-    if adapters is None:
-        model.save(path / "model", weights)
-    else:
-        adapters.write(path / ADAPTER)
-        further["lora"] = adapters.record
+        tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in kinds.items()}
     save_file(tensors, path / "optimizer.safetensors")
-    write_record(path, model_version=model_version, architecture=_architecture(model.model.config), **further)
-
-
-def save_divided(
-    path: Path,
-    *,
-    config: PreTrainedConfig,
-    shapes: Mapping[str, torch.Size],
-    shards: int,
-    steps: Mapping[str, Tensor],
-    random: RandomState,
-    head: Head,
-    model_version: int,
-) -> None:
-    """Write the unsharded files of a sharded state, after all shards are written; `steps` are AdamW's step counts."""
-    write_index(path, shards, shapes)
-    counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
-    save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")
-    write_record(path, model_version=model_version, architecture=_architecture(config), head=head)
-
-
-def _tensors_of(random: RandomState) -> dict[str, Tensor]:
-    return {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
+    further: dict[str, Any] = {"head": head} | ({} if lora is None else {"lora": lora})
+    write_record(path, model_version=model_version, architecture=_architecture(config), **further)
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
@@ -222,7 +169,7 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
     if record.get("head") != head:
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
     lora, shards = record.get("lora"), ShardFiles.of(path)
-    folder = "model" if lora is None else ADAPTER
+    folder = MODEL if lora is None else ADAPTER
     if shards is None and head is Head.VALUE and not (path / folder / VALUE_HEAD_FILE).is_file():
         raise StateError(f"the trainer state in {path} lacks {folder}/{VALUE_HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:

@@ -14,7 +14,7 @@ from typing import cast, final
 from torch import Tensor
 
 from pipelinerl.trainers.torch.leader import MeshLeader
-from pipelinerl.trainers.torch.options import TorchOptions
+from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.worker import TorchWorker
 from trainer_contract.batch import check, check_measures
 from trainer_contract.errors import ProtocolError, SpecError
@@ -55,20 +55,23 @@ class TorchTrainer:
         return cast(TorchWorker | MeshLeader, started(self._state))
 
     def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
-        worker = self._worker
+        vocab_size, routing = self._worker.loaded.vocab_size, self._worker.loaded.model.routing
         for micro_batch in micro_batches:
-            check(micro_batch, vocab_size=worker.vocab_size, needs=needs, routing=worker.routing)
+            check(micro_batch, vocab_size=vocab_size, needs=needs, routing=routing)
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
-        options = TorchOptions.of(spec.options)
-        several = options.distributed is not None
-        if spec.kernels is Kernels.BATCH_INVARIANT and (several or options.lora or options.compile):
+        options = options_of(spec.options)
+        distributed = distributed_of(spec.options, options.mesh)
+        if spec.kernels is Kernels.BATCH_INVARIANT and (distributed or options.lora or options.compile):
             raise SpecError(
                 "model.kernels = batch_invariant is for a trainer of one process, without adapters or compiled layers; "
                 "leave out options.mesh, options.lora and options.compile, or model.kernels"
             )
-        self._state = MeshLeader.started(spec, options) if several else TorchWorker.started(spec)
+        if distributed is None:
+            self._state = TorchWorker.started(spec, options)
+        else:
+            self._state = MeshLeader.started(spec, options, distributed)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""

@@ -25,7 +25,6 @@ from pipelinerl.trainers.torch.packed_model import (
     load_for_training,
     persistent_buffers,
     probe_packing,
-    save_model,
 )
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
@@ -91,5 +90,5 @@ class PackedValueModel(nn.Module):
         """Write a value model's directory with `weights` as the values of all parameters."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
-        save_model(self.model, path, {**self._buffers_saved, **trunk})
+        self.model.save_pretrained(path, state_dict={**self._buffers_saved, **trunk})
         save_file(head, path / VALUE_HEAD_FILE)

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import cast, final
+from typing import final
 
 import numpy as np
 import torch
@@ -20,15 +19,22 @@ from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.loading import load, refuse_device
-from pipelinerl.trainers.torch.lora.adapters import Adapters
+from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.optimizer.adamw import Master, ParameterOptimizer, adamw, restored_state
-from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, compile_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
+from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
-from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted, require_finite
+from pipelinerl.trainers.torch.passes import (
+    PassSetting,
+    broken_loss,
+    evaluate,
+    made_up_batch,
+    predict,
+    predicted,
+    require_finite,
+)
 from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
@@ -43,7 +49,6 @@ from trainer_contract.types import (
     ParameterInfo,
     Precision,
     Rounding,
-    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -61,8 +66,7 @@ class TorchWorker:
     model: PackedModel | PackedValueModel
     setting: PassSetting
     optimizer: ParameterOptimizer
-    gather_dtype: torch.dtype
-    vocab_size: int
+    loaded: LoadedModel
     #: The trained values. Parameters share this storage, except while `_lent` gives them other weights.
     own: Mapping[str, Tensor]
     #: fp32 masters on the host, by name, of those tensors in `own` that are bf16.
@@ -75,8 +79,6 @@ class TorchWorker:
     #: A policy's weights of this version, rounded as engines hold them. They are computed when the version is made,
     #: because a publication reads them on a separate stream.
     served: Mapping[str, Tensor] = field(default_factory=dict)
-    adapters: Adapters | None = None
-    base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
     #: Probe that measures the effect of rounding to the engines' dtype. None if weights are sent in fp32, and None for
@@ -84,20 +86,18 @@ class TorchWorker:
     probe: UpdateProbe | None = None
 
     @classmethod
-    def started(cls, spec: TrainerSpec) -> TorchWorker:
+    def started(cls, spec: TrainerSpec, options: TorchOptions) -> TorchWorker:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
-        loaded, options = load(spec), optimizer_of(spec.options)
-        text = loaded.config.get_text_config()
-        attention = planning(
-            attention_of(spec.options), spec.precision, accelerator.device, text.to_dict(), spec.kernels
-        )
+        loaded = load(spec)
+        text = loaded.config.get_text_config().to_dict()
+        attention = planning(options.attention, spec.precision, accelerator.device, text, spec.kernels)
         log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
-        masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
+        masters = loaded.move_to(accelerator.device, masters=options.optimizer.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
-        compiles = compile_of(spec.options)
+        compiles = options.compile
         if compiles is None:
             compiles = _is_worth_compiling(loaded.model, accelerator.device)
         if compiles:
@@ -111,29 +111,26 @@ class TorchWorker:
         }
         for parameter, master in apart.items():
             parameter.detach().copy_(master.rounded(master.values))
-        optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
+        optimizer = adamw(trained.values(), spec.optimizer, options.optimizer, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,
             accelerator=accelerator,
             model=model,
             setting=PassSetting(accelerator.device, attention.plan_of),
             optimizer=optimizer,
-            gather_dtype=loaded.gather_dtype,
-            vocab_size=text.vocab_size,
+            loaded=loaded._replace(saved=None, reader=None),
             own={name: parameter.detach() for name, parameter in weights.items()},
             masters=masters,
             random=torch_state.RandomState.now(),
             trained=trained,
             narrow=loaded.use_bf16_in_passes() if is_half else frozenset(),
-            adapters=loaded.adapters,
-            base_digest=loaded.base_digest,
         )
-        if worker.adapters is None:
-            worker.probe = UpdateProbe.of({**worker.own, **masters}, worker.gather_dtype, spec.rounding)
+        if loaded.adapters is None:
+            worker.probe = UpdateProbe.of({**worker.own, **masters}, loaded.gather_dtype, spec.rounding)
         if loaded.saved is not None:
             moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
             for name, its in moments.items():
-                optimizer.state[trained[name]] = restored_state(its, trained[name], options)
+                optimizer.state[trained[name]] = restored_state(its, trained[name], options.optimizer)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
         worker._serve()
@@ -145,20 +142,6 @@ class TorchWorker:
     def width(self) -> int:
         """Always 1: micro-batches are computed one after the other."""
         return 1
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        """The sizes of routers that can replay recorded experts, if the model has any."""
-        return self.unwrapped.routing
-
-    @property
-    def unwrapped(self) -> PackedModel | PackedValueModel:
-        """The model without accelerate's wrapper."""
-        return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield parameters under Hugging Face's names, in the model's order, tied ones once, without adapters."""
-        yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the predictions f32 [T] of each micro-batch."""
@@ -178,24 +161,27 @@ class TorchWorker:
         An engine with rounded weights samples from another policy than the fp32 weights define. The gradient ignores
         the rounding (straight-through). With adapters nothing changes, since engines round merged weights.
         """
-        if self.gather_dtype is torch.float32 or not self.served:
+        if self.loaded.gather_dtype is torch.float32 or not self.served:
             return nullcontext()
-        return _lent(self.named_parameters(), lambda name, _: self.served[name], narrow=self.narrow)
+        return _lent(self.loaded.weights.items(), lambda name, _: self.served[name], narrow=self.narrow)
 
     def _serve(self) -> None:
         """Round this version's weights as engines hold them; weights sent in fp32 are not copied."""
-        if self.adapters is None and self.spec.head is Head.POLICY:
+        if self.loaded.adapters is None and self.spec.head is Head.POLICY:
             self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
 
     def _rounded(self, name: str, own: Tensor) -> Tensor:
-        if self.gather_dtype is own.dtype:  # a parameter with a master is in bf16 already, rounded as engines hold it
+        dtype = self.loaded.gather_dtype
+        if own.dtype is dtype:  # a parameter with a master is in bf16 already, rounded as engines hold it
             return own
-        return rounded(self.masters.get(name, own), self.gather_dtype, self.spec.rounding, name=name)
+        return rounded(self.masters.get(name, own), dtype, self.spec.rounding, name=name)
 
     def _warm_up(self) -> None:
         """Compile the layers by passes over made-up tokens, so that this happens while engines start."""
         log.info("layers: compiling")
-        batch = _made_up_batch(self.vocab_size)
+        # Segments of different lengths, with enough loss tokens for several pieces of the logits of a large vocabulary:
+        # otherwise torch would compile some parts again for the first real batch.
+        batch = made_up_batch(np.arange(33, 145, 8), vocab_size=self.loaded.vocab_size)
         with self._computing_as_engines():
             with torch.no_grad():
                 predict(self.model, self.setting, batch, batch.loss_mask)
@@ -205,17 +191,18 @@ class TorchWorker:
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
-        off = nullcontext() if self.adapters is None else self.adapters.off()  # `weights` include merged adapters
+        adapters = self.loaded.adapters
+        off = nullcontext() if adapters is None else adapters.off()  # `weights` already include merged adapters
 
         def held(name: str, own: Tensor) -> Tensor:
-            return torch.from_numpy(weights[name]).view(self.gather_dtype).view(own.shape)
+            return torch.from_numpy(weights[name]).view(self.loaded.gather_dtype).view(own.shape)
 
-        with off, _lent(self.named_parameters(), held, narrow=self.narrow):
+        with off, _lent(self.loaded.weights.items(), held, narrow=self.narrow):
             return self._forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
-        dropping = nullcontext() if self.adapters is None else self.adapters.dropping_out()
+        dropping = nullcontext() if self.loaded.adapters is None else self.loaded.adapters.dropping_out()
         with self._computing_as_engines(), dropping:
             return self._backward(batches, objective)
 
@@ -261,34 +248,33 @@ class TorchWorker:
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """Return parameters in the model's order."""
-        dtype = str(self.gather_dtype).removeprefix("torch.")
+        dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield detached tensors. They share the trainer's memory if the weights are fp32 and there are no adapters."""
         for name, own in self.own.items():
-            if self.adapters is not None:
-                own = self.adapters.merged(name, own)
-                yield name, rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+            if self.loaded.adapters is not None:
+                own = self.loaded.adapters.merged(name, own)
+                yield name, rounded(own, self.loaded.gather_dtype, self.spec.rounding, name=name)
             else:
                 yield name, self.served[name] if self.served else self._rounded(name, own)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
-        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
+        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.loaded.adapters
+        if adapters is None:
+            self.loaded.model.save(path / torch_state.MODEL, {**self.own, **self.masters})
+        else:
+            adapters.save(path / torch_state.ADAPTER, base=self.spec.model_path, values={**self.trained, **self.own})
         torch_state.save(
             path,
-            model=self.unwrapped,
-            weights={**self.own, **self.masters},
+            config=self.loaded.model.model.config,
             random=self.random,
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
             model_version=self.model_version,
-            adapters=adapters
-            and torch_state.SavedAdapters(
-                write=partial(adapters.save, base=self.spec.model_path, own=self.own),
-                record=adapters.record(digest=self.base_digest),
-            ),
+            lora=adapters and adapters.record(digest=self.loaded.base_digest),
         )
 
     def close(self) -> None:
@@ -312,27 +298,6 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
-
-
-def _made_up_batch(vocab_size: int) -> MicroBatch:
-    """Return a micro-batch of segments of different lengths, with enough loss tokens for several pieces of the logits
-    of a large vocabulary: otherwise torch would compile some parts again for the first real batch.
-    """
-    lengths = np.arange(33, 145, 8)
-    count = int(lengths.sum())
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    zeros = np.zeros(count, np.float32)
-    return MicroBatch(
-        token_ids=np.arange(count, dtype=np.int32) % vocab_size,
-        position_ids=positions,
-        segment_ids=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        loss_mask=positions > 0,
-        advantages=zeros,
-        weights=zeros,
-        behavior_logprobs=zeros,
-        temperatures=np.ones(count, np.float32),
-        num_segments=len(lengths),
-    )
 
 
 @contextmanager

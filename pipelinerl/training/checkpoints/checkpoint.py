@@ -123,13 +123,12 @@ class CheckpointStore:
         with self._fence.held(state.epoch):
             # Remove the unfinished directories of trainers that were killed or fenced.
             for abandoned in self.directory.glob(".*-step-*"):
-                with _as_far_as_it_goes(abandoned):
+                with _log_failed_removal(abandoned):
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
         with ExitStack() as undone:
-            undone.callback(
-                shutil.rmtree, temporary, ignore_errors=True
-            )  # after an error, such as a full disk, free the space
+            # After an error, such as a full disk, free the space.
+            undone.callback(shutil.rmtree, temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             write_weights(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
@@ -164,7 +163,7 @@ class CheckpointStore:
                 temporary.rename(final_path)
             sync(self.directory)
             if replaced.exists():
-                with _as_far_as_it_goes(replaced):
+                with _log_failed_removal(replaced):
                     shutil.rmtree(replaced)
             self._prune(state)
         return final_path
@@ -233,7 +232,7 @@ class CheckpointStore:
         for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
             path = paths[version]
             removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not count as one
-            with _as_far_as_it_goes(path):
+            with _log_failed_removal(path):
                 shutil.rmtree(path.rename(removed))
 
 
@@ -254,14 +253,14 @@ def load(path: Path) -> TrainingState:
 
 def _is_of(path: Path, state: TrainingState) -> bool:
     try:
-        found = Manifest.read(path)
+        saved = Manifest.read(path)
     except CheckpointError:
         return False
-    return Manifest(state, found.files).digest == found.digest
+    return Manifest(state, saved.files).digest == saved.digest
 
 
 @contextmanager
-def _as_far_as_it_goes(path: Path) -> Iterator[None]:
+def _log_failed_removal(path: Path) -> Iterator[None]:
     """Log a failed removal in the block instead of raising; later checkpoints retry the removal."""
     try:
         yield
@@ -424,7 +423,7 @@ class Checkpointing:
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began
-        self._capturing = asyncio.create_task(self._insist(state, lambda: self._beside(capture)))
+        self._capturing = asyncio.create_task(self._retry(state, capture))
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
@@ -458,18 +457,19 @@ class Checkpointing:
 
     async def _settle(self, state: TrainingState, capturing: Awaitable[Capture]) -> None:
         captured = await capturing
-        path = await self._insist(state, lambda: self._beside(lambda: self._store.commit(captured)))
-        await self._insist(state, lambda: self._beside(lambda: self._store.copy(path)))
-        await self._trim(await self._beside(self._store.oldest_kept_offsets), state.epoch)
+        path = await self._retry(state, lambda: self._store.commit(captured))
+        await self._retry(state, lambda: self._store.copy(path))
+        await self._trim(await self._on_thread(self._store.oldest_kept_offsets), state.epoch)
         await self._report(
             Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )
 
-    async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, state: TrainingState, attempt: Callable[[], T]) -> T:
+        """Call `attempt` on a thread, again and again until it succeeds, fails permanently, or the deadline passes."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:
-            trial = asyncio.ensure_future(attempt())
+            trial = asyncio.ensure_future(self._on_thread(attempt))
             try:
                 await asyncio.wait({trial})
             finally:
@@ -489,6 +489,6 @@ class Checkpointing:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_S)
 
-    async def _beside(self, call: Callable[[], T]) -> T:
+    async def _on_thread(self, call: Callable[[], T]) -> T:
         self._thread = thread = in_background("checkpoint", call)
         return await asyncio.wrap_future(thread)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, final
+from typing import Final, final
 
 from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.observability.logs import without_secrets
@@ -27,8 +28,8 @@ from pipelinerl.training.checkpoints.manifest import (
     Manifest,
     Retention,
     TrainingState,
+    digest_of,
     digest_of_bytes,
-    digest_while_copying,
 )
 
 log = logging.getLogger("pipelinerl")
@@ -76,12 +77,12 @@ class CheckpointCopies:
         self._raise_if_fenced(local.state)
         folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
         if not self._place.has(f"{folder}/{MANIFEST}"):
-            beside = {f"{RUN}/{file.name}": _for_others(file) for file in self._run_files if file.is_file()}
+            of_run = {f"{RUN}/{file.name}": _without_secrets(file) for file in self._run_files if file.is_file()}
             for name in local.files:
                 self._place.upload(path / name, f"{folder}/{name}")
-            for name, data in beside.items():
+            for name, data in of_run.items():
                 self._place.write(f"{folder}/{name}", data)
-            digests = {name: digest_of_bytes(data) for name, data in beside.items()}
+            digests = {name: digest_of_bytes(data) for name, data in of_run.items()}
             text = Manifest(local.state, local.files | digests).text
             self._place.write(f"{folder}/{MANIFEST}", text.encode())
         self._prune(local.state)
@@ -100,22 +101,17 @@ class CheckpointCopies:
 
     def fetch(self, copy: Copy, into: Path) -> None:
         """Download a copy into the new directory `into`. Raises CheckpointError if a file is missing or has changed."""
-        for name in copy.manifest.files:
-            target = into / name
+        for name, digest in copy.manifest.files.items():
+            where, target = f"{self.url}/{copy.folder}: {name}", into / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                self._fetch(copy, name, file)
+            try:
+                with self._place.open(f"{copy.folder}/{name}") as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+            except FileNotFoundError:
+                raise CheckpointError(f"{where} is missing; choose another checkpoint") from None
+            if digest_of(target) != digest:
+                raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
         (into / MANIFEST).write_text(copy.manifest.text)
-
-    def _fetch(self, copy: Copy, name: str, target: BinaryIO) -> None:
-        where = f"{self.url}/{copy.folder}: {name}"
-        try:
-            with self._place.open(f"{copy.folder}/{name}") as source:
-                found = digest_while_copying(source, target)
-        except FileNotFoundError:
-            raise CheckpointError(f"{where} is missing; choose another checkpoint") from None
-        if found != copy.manifest.files.get(name):
-            raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
 
     def _folder_of(self, stem: str, digest: str) -> str:
         """Return the folder of an earlier attempt, or a new name that sorts after those of this version and epoch."""
@@ -152,15 +148,12 @@ class CheckpointCopies:
 
 
 def _order(folder: str) -> tuple[int, int, int]:
-    found = _FOLDER.fullmatch(folder)
-    assert found is not None
-    return int(found[2]), int(found[1]), int(found[3] or 1)
+    match = _FOLDER.fullmatch(folder)
+    assert match is not None
+    return int(match[2]), int(match[1]), int(match[3] or 1)
 
 
-def _whole_lines(file: Path) -> bytes:
+def _without_secrets(file: Path) -> bytes:
     data = file.read_bytes()
-    return data[: data.rfind(b"\n") + 1]
-
-
-def _for_others(file: Path) -> bytes:
-    return without_secrets(_whole_lines(file).decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    whole_lines = data[: data.rfind(b"\n") + 1]
+    return without_secrets(whole_lines.decode(errors="surrogateescape")).encode(errors="surrogateescape")

@@ -7,11 +7,12 @@ It has the digest of every file and its own digest. These detect damage, but not
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, Self, cast
+from typing import Any, Final, Self, cast
 
 import xxhash
 from safetensors import TensorSpec, serialize_file
@@ -22,8 +23,6 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Number of bytes per block that is read and then hashed; small enough to stay in the CPU cache in between.
-_BLOCK_BYTES: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +105,10 @@ class Manifest:
         """Verify every file of the checkpoint in `path`. Raises CheckpointError if one is missing or has changed."""
         for name, digest in self.files.items():
             try:
-                found = digest_of(path / name)
+                actual = digest_of(path / name)
             except OSError:
                 raise CheckpointError(f"{path}: {name} is missing; choose another checkpoint") from None
-            if found != digest:
+            if actual != digest:
                 raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
 
     def _record(self) -> dict[str, Any]:
@@ -131,26 +130,7 @@ def digest_of_bytes(data: bytes) -> str:
 def digest_of(path: Path) -> str:
     """Return the XXH3-128 digest of a file as 32 hexadecimal digits. Raises OSError."""
     with path.open("rb", buffering=0) as file:
-        return digest_while_copying(file, None)
-
-
-class Source(Protocol):
-    """Interface of a file to read, raw or buffered."""
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read into the buffer; return the number of bytes, 0 at the end."""
-        ...
-
-
-def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
-    """Read `source` to its end and return the XXH3-128 digest; if `target` is given, write all data to it."""
-    digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    while count := source.readinto(block):
-        digest.update(block[:count])
-        if target is not None:
-            target.write(block[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from pipelinerl.enums import StalenessScope
 from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.packing import alone, with_columns
+from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
@@ -94,13 +94,13 @@ class ConsumedLedger:
         """Return whether this order has ended."""
         return has_ended(index, self.frontier, self.beyond)
 
-    def settle(self, indices: Iterable[int], fate: GroupOutcome) -> None:
+    def settle(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
         """Record the outcome of orders; each may end only once."""
         for index in indices:
             if self.has(index):
-                raise ValueError(f"order {index} ended twice; the second time as {fate}")
+                raise ValueError(f"order {index} ended twice; the second time as {outcome}")
             self.beyond.add(index)
-            self.counts[fate] += 1
+            self.counts[outcome] += 1
         while self.frontier in self.beyond:
             self.beyond.remove(self.frontier)
             self.frontier += 1
@@ -116,13 +116,13 @@ class ConsumedLedger:
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
-            "counts": {str(fate): n for fate, n in self.counts.items()},
+            "counts": {str(outcome): n for outcome, n in self.counts.items()},
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
         """Rebuild the ledger from a record that `to_record` returned."""
-        counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
+        counts = {outcome: int(record["counts"].get(str(outcome), 0)) for outcome in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 
@@ -165,20 +165,23 @@ class SolvedProblems:
 
 def has_signal(group: RolloutGroup) -> bool:
     """Return whether the judged rollouts of a group have different rewards, as a group baseline needs."""
-    rewards = [r.verdict.reward for r in group.rollouts if r.verdict.outcome.is_judgement]
+    rewards = [rollout.verdict.reward for rollout in _judged(group)]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
     """Return whether judged rollouts differ in their rewards or turn rewards, as credit by turns needs."""
-    judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
-    return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
+    of_turns = {tuple(turn.reward for turn in rollout.turns) for rollout in _judged(group)}
+    return has_signal(group) or len(of_turns) > 1
 
 
 def has_part_signal(group: RolloutGroup) -> bool:
     """Return whether judged rollouts differ in a part of their rewards, as `Decoupled` needs."""
-    judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
-    return has_signal(group) or len({rollout.verdict.parts for rollout in judged}) > 1
+    return has_signal(group) or len({rollout.verdict.parts for rollout in _judged(group)}) > 1
+
+
+def _judged(group: RolloutGroup) -> list[Rollout]:
+    return [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
 
 
 def is_judged(group: RolloutGroup) -> bool:
@@ -194,7 +197,7 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingSha
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:
-        judged = with_columns(judged, {"routed_experts": None})
+        judged = replace(judged, routed_experts=None)
     elif judged.routed_experts is None:
         return "routed_experts must come with every rollout, since the trainer replays them, and some have none"
     try:
@@ -216,11 +219,6 @@ def without_routing(group: RolloutGroup) -> RolloutGroup:
     return replace(group, rollouts=rollouts)
 
 
-def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
-    """Return whether the group is too old for the step that produces version `producing`."""
-    return not bounds.accepts(producing=producing, oldest=group.oldest_version)
-
-
 def fresh_part(
     group: RolloutGroup, *, producing: int, bounds: StalenessBounds, scope: StalenessScope
 ) -> RolloutGroup | None:
@@ -228,7 +226,7 @@ def fresh_part(
 
     With `StalenessScope.ROLLOUT`, at least `LEAST_LEFT` rollouts must remain, since a single one has no baseline.
     """
-    if not is_stale(group, producing=producing, bounds=bounds):
+    if bounds.accepts(producing=producing, oldest=group.oldest_version):
         return group
     if scope is StalenessScope.GROUP:
         return None

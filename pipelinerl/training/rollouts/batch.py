@@ -49,14 +49,6 @@ Floats = NDArray[np.float64]
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
-class TokenWeights(Protocol):
-    """A rule for token weights in a mini-batch; `valid` [B] marks the rollouts that belong to it."""
-
-    def __call__(self, *, valid: NDArray[np.bool_]) -> Floats:
-        """Return the weight [B] of each sampled token of each rollout."""
-        ...
-
-
 @runtime_checkable
 class TeachesCritic(Protocol):
     """Interface of an advantage estimator that also defines the critic's targets, such as `GAE`."""
@@ -331,7 +323,9 @@ def build(
     partition = BatchPartition(
         mini_batching=mini_batching,
         producing=producing,
-        token_weights=partial(losses.token_weights, objective.agg, domains.tolist(), lengths=lengths, groups=index),
+        token_weights=lambda valid: losses.token_weights(
+            objective.agg, domains.tolist(), lengths=lengths, groups=index, valid=valid
+        ),
         streams=streams,
         groups=index,
         lengths=lengths,
@@ -466,7 +460,8 @@ class BatchPartition:
 
     Attributes:
         producing: the version that the batch produces.
-        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given the mini-batch's rollouts.
+        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, whose rollouts are given as a
+            mask [B].
         streams: [B], the number of each rollout's stream; None if all have the run's objective.
         groups, lengths, num_tokens: [B], each rollout's group, number of sampled tokens, and number of all tokens.
         learns: [B], True if the rollout counts in the aggregation.
@@ -475,7 +470,7 @@ class BatchPartition:
 
     mini_batching: MiniBatching
     producing: int
-    token_weights: TokenWeights
+    token_weights: Callable[[NDArray[np.bool_]], Floats]
     streams: NDArray[np.int32] | None
     groups: NDArray[np.intp]
     lengths: NDArray[np.intp]
@@ -491,6 +486,6 @@ class BatchPartition:
         portions = []
         for part in self.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
             inside = np.isin(self.groups, part)
-            weights = self.token_weights(valid=self.learns & inside)
+            weights = self.token_weights(self.learns & inside)
             portions.append(Portion([i for i in self.computed if inside[i]], weights))
         return portions

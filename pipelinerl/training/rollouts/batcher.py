@@ -59,7 +59,7 @@ class Batcher:
         signal: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
-        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, fate, why: None,
+        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, outcome, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """Create an empty batcher.
@@ -85,11 +85,6 @@ class Batcher:
         self.no_signal: dict[str, NoSignalGroups] = {}
         """By domain, counts of groups since the last one with something to teach."""
         self._abandoned: list[int] = []
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of groups that wait to be trained."""
-        return len(self._waiting)
 
     @property
     def waiting(self) -> list[int]:
@@ -121,10 +116,10 @@ class Batcher:
         else:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
-    def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
+    def end(self, indices: Iterable[int], outcome: GroupOutcome) -> None:
         """Settle orders whose groups will never arrive; leave out orders whose groups have arrived after all."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
-        self.ledger.settle(open_, fate)
+        self.ledger.settle(open_, outcome)
 
     def take_abandoned(self) -> list[int]:
         """Return the orders of groups that were dropped as abandoned since the last call; they must be issued again."""
@@ -202,7 +197,11 @@ class Batcher:
             for index, group in self._waiting.items()
         }
         fresh = {index: part for index, part in parts.items() if part is not None and usable(part)}
-        self._drop_stale(lambda group: group.index not in fresh)
+        stale = [index for index in self._waiting if index not in fresh]
+        dropped = [self._waiting.pop(index) for index in stale]
+        self.stale_tokens += sum(map(_sampled_tokens, dropped))
+        self.ledger.settle(stale, GroupOutcome.STALE)
+        self._ended(dropped, GroupOutcome.STALE, "stale")
         for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
             if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not self._signal(fresh[index])):
                 group = self._waiting.pop(index)
@@ -211,18 +210,12 @@ class Batcher:
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
-        left_out = len(group.rollouts) - len(part.rollouts)
-        self.stale_rollouts += left_out
-        if left_out:
-            tokens = (sum(each.num_sampled_tokens for each in whole.rollouts) for whole in (group, part))
-            self.stale_tokens += next(tokens) - next(tokens)
+        self.stale_rollouts += len(group.rollouts) - len(part.rollouts)
+        self.stale_tokens += _sampled_tokens(group) - _sampled_tokens(part)
 
-    def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
-        stale = [index for index, group in self._waiting.items() if refused(group)]
-        dropped = [self._waiting.pop(index) for index in stale]
-        self.stale_tokens += sum(rollout.num_sampled_tokens for group in dropped for rollout in group.rollouts)
-        self.ledger.settle(stale, GroupOutcome.STALE)
-        self._ended(dropped, GroupOutcome.STALE, "stale")
+
+def _sampled_tokens(group: RolloutGroup) -> int:
+    return sum(rollout.num_sampled_tokens for rollout in group.rollouts)
 
 
 def awaited(
@@ -241,16 +234,16 @@ def awaited(
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
         return []
-    here, taken = set(waiting), set(chosen)
+    arrived, trained = set(waiting), set(chosen)
     last_step: dict[int, int] = {}
     for index in range(max(ledger.frontier, firsts[0]), directive.issued):
-        if index not in taken and not ledger.has(index):
+        if index not in trained and not ledger.has(index):
             last_step[index] = directive.fresh_until[bisect.bisect_right(firsts, index) - 1][1]
     due = 0
     for deadline, count in sorted(Counter(last_step.values()).items()):
         due += count
         if due > len(chosen) * max(0, deadline - step):
-            late = [index for index, last in last_step.items() if last <= deadline and index not in here]
+            late = [index for index, last in last_step.items() if last <= deadline and index not in arrived]
             if late:
                 return late
     return []

@@ -14,13 +14,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.types import Rollout, Segment, Turn
+from pipelinerl.types import Rollout, Segment
 from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 
@@ -50,10 +49,6 @@ class Packed(NamedTuple):
     members: list[int]
 
 
-#: Function that returns a rollout's `parents`; `map` with this function is faster than a generator.
-_PARENTS: Final = attrgetter("parents")
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
@@ -61,66 +56,43 @@ class SegmentTable:
 
     Attributes:
         rollouts: the B rollouts.
-        segments: the S segments; None if each rollout is one segment, to save allocations.
+        segments: the S segments.
         owners: [S], the number of the rollout to which each segment belongs.
     """
 
     rollouts: Sequence[Rollout]
-    segments: list[Segment] | None
-    owners: Sequence[int]
+    segments: list[Segment]
+    owners: list[int]
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Self:
         """Build from B rollouts."""
-        if not any(map(_PARENTS, rollouts)):
-            return cls(rollouts, None, range(len(rollouts)))
         segments: list[Segment] = []
         owners: list[int] = []
         for number, rollout in enumerate(rollouts):
             its = rollout.segments
-            segments.extend(its)
-            owners.extend([number] * len(its))
+            segments += its
+            owners += [number] * len(its)
         return cls(rollouts, segments, owners)
-
-    @property
-    def paths(self) -> list[tuple[Turn, ...]]:
-        """The turns of each segment, [S]."""
-        if self.segments is None:
-            return [rollout.turns for rollout in self.rollouts]
-        return [segment.turns for segment in self.segments]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of all tokens of each segment, [S]."""
-        return [each.num_tokens for each in self.segments or self.rollouts]
 
     def of_rollout(self, number: int) -> range:
         """Return the numbers of one rollout's segments."""
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
-    def trained_turns(self, number: int) -> Sequence[int]:
-        """Return the turns (numbers within the rollout) that segment `number` trains: the last ones of its path."""
-        if self.segments is None:
-            return range(len(self.rollouts[number].turns))
-        return self.segments[number].trained
-
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
         """Return the indices of the trained tokens of the segments `members`, counted over all N sampled tokens."""
         starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
-        parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
+        parts = [starts[self.owners[i]] + self.rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
-    def trained_part(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the values in `column` [N], a rollout's column, of the tokens that segment `number` trains."""
-        return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
-
-    def _rows_within(self, number: int) -> NDArray[np.intp]:
+    def rows_within(self, number: int) -> NDArray[np.intp]:
+        """Return the indices of the tokens that segment `number` trains, among its rollout's sampled tokens."""
         rollout = self.rollouts[self.owners[number]]
         if not rollout.parents:
             return np.arange(rollout.num_sampled_tokens)
         lengths = [turn.token_ids.shape[0] for turn in rollout.turns]
         ends = np.cumsum(lengths)
-        return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
+        return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.segments[number].trained])
 
 
 #: Cost of one query-key pair in attention, relative to a token's cost in the other layers: 1/(6·d) for hidden size d =
@@ -138,8 +110,9 @@ def pack(
 ) -> list[Packed]:
     """Pack micro-batches of up to `token_budget` tokens, for `width` at once; a longer segment gets its own."""
     table = SegmentTable.of([each.rollout for each in rollouts])
-    prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
-    bins = bins_of(table.lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
+    prompts = [segment.turns[0].context_token_ids.tobytes() for segment in table.segments]
+    lengths = [segment.num_tokens for segment in table.segments]
+    bins = bins_of(lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
     return [Packed(_micro_batch(rollouts, table, members), members) for members in bins]
 
 
@@ -157,16 +130,18 @@ def bins_of(
     Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
     rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
     """
-    if not isinstance(owners, range) and len(owners) > len(set(owners)):
-        units = _units(lengths, owners, token_budget, split)
-        bins = _bins(
-            [sum(lengths[i] for i in unit) for unit in units],
-            [prompts[unit[0]] for unit in units],
-            token_budget=token_budget,
-            width=width,
+    units = _units(lengths, owners, token_budget, split)
+    sizes = [sum(lengths[i] for i in unit) for unit in units]
+    order = by_prompt(sizes, [prompts[unit[0]] for unit in units])
+    if width == 1:
+        bins = first_fit(order, sizes, token_budget)
+    else:
+        place = {unit: number for number, unit in enumerate(order)}
+        parts = dealt(sorted(order, key=lambda unit: (-sizes[unit], unit)), sizes, width)
+        bins = interleaved(
+            [first_fit(sorted(part, key=place.__getitem__), sizes, token_budget) for part in parts], sizes
         )
-        return [[i for unit in bin for i in units[unit]] for bin in bins]
-    return _bins(lengths, prompts, token_budget=token_budget, width=width)
+    return [[i for unit in bin for i in units[unit]] for bin in bins]
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
@@ -179,16 +154,6 @@ def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, spl
         fits = split is Splitting.NEVER or sum(lengths[i] for i in segments) <= token_budget
         units += [segments] if fits else [[i] for i in segments]
     return units
-
-
-def _bins(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: int, width: int) -> list[list[int]]:
-    order = by_prompt(lengths, prompts)
-    if width == 1:
-        return first_fit(order, lengths, token_budget)
-    place = {i: number for number, i in enumerate(order)}
-    parts = dealt(sorted(order, key=lambda i: (-lengths[i], i)), lengths, width)
-    filled = [first_fit(sorted(part, key=place.__getitem__), lengths, token_budget) for part in parts]
-    return interleaved(filled, lengths)
 
 
 def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
@@ -283,8 +248,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
     if kept.all():
         return Prefixes(batch, kept)
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    given: dict[str, Any] = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    given = {name: column[kept] for name, column in _arrays(batch).items()}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
     # These micro-batches only get forward passes, so it does not matter to which rollout a segment belongs.
@@ -294,28 +258,24 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
 def apart(batch: MicroBatch) -> list[MicroBatch]:
     """Return each segment as its own micro-batch, whose columns are views."""
     ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
+    arrays = _arrays(batch)
+    segments = []
+    for first, end in zip((0, *ends[:-1]), ends, strict=True):
+        columns = {name: column[first:end] for name, column in arrays.items()}
+        columns |= {"segment_ids": np.zeros(end - first, np.int32), "rollout_ids": None}
+        segments.append(replace(batch, **columns, num_segments=1))
+    return segments
+
+
+def _arrays(batch: MicroBatch) -> dict[str, Any]:
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-    arrays.pop("rollout_ids", None)
-    return [
-        replace(
-            batch,
-            **{name: column[first:end] for name, column in arrays.items()}
-            | {
-                "segment_ids": np.zeros(end - first, np.int32),
-            },
-            rollout_ids=None,
-            num_segments=1,
-        )
-        for first, end in zip((0, *ends[:-1]), ends, strict=True)
-    ]
+    return {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
 
 
 def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
     """Join separate segments into one micro-batch; `token_weights` and `owners` have one entry per segment."""
     first, lengths = segments[0], [segment.num_tokens for segment in segments]
-    names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
-    columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
+    columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in _arrays(first)}
     columns["segment_ids"] = np.repeat(np.arange(len(segments), dtype=np.int32), lengths)
     columns["weights"] = np.repeat(np.array(token_weights, np.float32), lengths) * columns["loss_mask"]
     return replace(first, **columns, rollout_ids=_rollout_ids(owners, lengths), num_segments=len(segments))
@@ -329,28 +289,23 @@ def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp
 
 
 def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, members: Sequence[int]) -> MicroBatch:
-    paths, owners = table.paths, table.owners
-    given = [rollouts[owners[i]] for i in members]
-    turns = [turn for i in members for turn in paths[i]]
-    trained = turns
-    if table.segments is None:
-        advantages_of = [each.advantages for each in given]
-        flags = np.tile(np.array([False, True]), len(turns))
-    else:
-        advantages_of = [table.trained_part(i, each.advantages) for i, each in zip(members, given, strict=True)]
-        repeated = [table.segments[i].num_repeated for i in members]
-        trains = [place >= first for i, first in zip(members, repeated, strict=True) for place in range(len(paths[i]))]
-        trained = [turn for turn, does in zip(turns, trains, strict=True) if does]
-        flags = np.array([part for does in trains for part in (False, does)])
+    segments, owners = [table.segments[i] for i in members], [table.owners[i] for i in members]
+    given = [rollouts[owner] for owner in owners]
+    turns = [turn for segment in segments for turn in segment.turns]
+    trained = [turn for segment in segments for turn in segment.turns[segment.num_repeated :]]
+    trains = [place >= segment.num_repeated for segment in segments for place in range(len(segment.turns))]
+    flags = np.array([part for does in trains for part in (False, does)])
     token_ids = np.concatenate([part for turn in turns for part in (turn.context_token_ids, turn.token_ids)])
     run_lengths = np.array([n for turn in turns for n in (turn.context_token_ids.shape[0], turn.token_ids.shape[0])])
     loss_mask = np.repeat(flags, run_lengths)
-    lengths = np.add.reduceat(run_lengths, np.cumsum([0, *(2 * len(paths[i]) for i in members)])[:-1])
+    lengths = np.add.reduceat(run_lengths, np.cumsum([0, *(2 * len(segment.turns) for segment in segments)])[:-1])
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
     with np.errstate(over="ignore"):  # values that overflow fp32 become infinite, and `finite_check` reports them
-        advantages[loss_mask] = np.concatenate(advantages_of)
+        advantages[loss_mask] = np.concatenate(
+            [each.advantages[table.rows_within(i)] for i, each in zip(members, given, strict=True)]
+        )
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
     versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
@@ -364,7 +319,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
         token_ids=token_ids.astype(np.int32, copy=False),
         position_ids=(np.arange(token_ids.shape[0]) - np.repeat(starts, lengths)).astype(np.int32),
         segment_ids=np.repeat(np.arange(len(members), dtype=np.int32), lengths),
-        rollout_ids=None if table.segments is None else _rollout_ids([owners[i] for i in members], lengths),
+        rollout_ids=_rollout_ids(owners, lengths),
         loss_mask=loss_mask,
         advantages=advantages,
         weights=spread([each.token_weight for each in given]) * loss_mask,

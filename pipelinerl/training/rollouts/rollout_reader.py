@@ -187,12 +187,12 @@ class ControllerLink:
         Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
         """
         deadline = time.monotonic() + self._deadline_s
-        asked_at = float("-inf")
+        sent_at = float("-inf")
         self._awaited = question.report_id
         while (now := time.monotonic()) < deadline:
-            if now - asked_at >= RESEND_S:
+            if now - sent_at >= RESEND_S:
                 await self.report(question)
-                asked_at = now
+                sent_at = now
             yield await self.read()
             if not self._awaited:
                 return
@@ -222,8 +222,8 @@ class ControllerLink:
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
-        is_unasked = before is not None and not directive.answers.startswith(answers)
-        counts = (is_answer or is_unasked) and (before is None or directive.epoch == before.epoch)
+        is_unsolicited = before is not None and not directive.answers.startswith(answers)
+        counts = (is_answer or is_unsolicited) and (before is None or directive.epoch == before.epoch)
         if counts:
             self._directive, self._awaited = directive, "" if is_answer else self._awaited
         return counts

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
-from pipelinerl.trainers.torch.options import TorchOptions
+from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes import torch_rank0
@@ -526,8 +526,9 @@ def test_torch_trainer_rejects_invalid_options_by_name(options, sentence, model_
 
 
 def test_mesh_of_one_process_needs_no_distributed_options(model_path):
-    options = TorchOptions.of({"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}})
-    assert (options.mesh.size, options.distributed) == (1, None)
+    given = {"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}}
+    mesh = options_of(given).mesh
+    assert (mesh.size, distributed_of(given, mesh)) == (1, None)
 
 
 @pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])

@@ -30,9 +30,9 @@ def started(path: Any, **fields: Any) -> TorchTrainer:
 
 def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
     """Return a column of routed experts that makes the trainer's routers repeat their own choice."""
-    model = trainer._worker.unwrapped.model
+    model = trainer._worker.loaded.model.model
     forwards = [router.forward for router in torch_routers.routers_of(model)]
-    log = torch_routers.TorchRouteLog(model, trainer._worker.routing)
+    log = torch_routers.TorchRouteLog(model, trainer._worker.loaded.model.routing)
     log.is_on = True
     trainer.forward([batch])
     for router, forward in zip(torch_routers.routers_of(model), forwards, strict=True):
@@ -49,7 +49,7 @@ def chosen_at_random(batch: MicroBatch) -> Any:
 
 
 def gradients(trainer: TorchTrainer) -> dict[str, Any]:
-    return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.named_parameters()}
+    return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.loaded.weights.items()}
 
 
 def test_replaying_the_trainers_own_routing_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
@@ -123,7 +123,7 @@ def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
     path = save_mixture(tmp_path, "mixtral")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "router_jitter_noise": 0.5}))
-    model = started(path, gradient_checkpointing=True)._worker.unwrapped
+    model = started(path, gradient_checkpointing=True)._worker.loaded.model
     assert model.training
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 

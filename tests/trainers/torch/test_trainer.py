@@ -39,7 +39,7 @@ def started(path, **fields):
 
 
 def gradients(trainer):
-    return {name: parameter.grad.clone() for name, parameter in trainer._worker.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in trainer._worker.loaded.weights.items()}
 
 
 def padded_twin(path, batch):
@@ -151,7 +151,7 @@ def test_forward_and_backward_use_the_rounded_weights_that_engines_serve(
     (stats,) = trainer.backward([batch], OBJECTIVE)
     inside = batch.loss_mask
     np.testing.assert_array_equal(stats.predictions[inside], got[inside])
-    for name, parameter in trainer._worker.named_parameters():
+    for name, parameter in trainer._worker.loaded.weights.items():
         assert torch.equal(parameter, masters[name])
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
 
@@ -176,7 +176,7 @@ def test_torch_trainer_in_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_pat
     assert 0 < np.abs(rough - exact).max() < 0.5
     trainer.backward([batch], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-3)
-    assert {p.dtype for _, p in trainer._worker.named_parameters()} == {torch.float32}
+    assert {p.dtype for _, p in trainer._worker.loaded.weights.items()} == {torch.float32}
 
 
 def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
@@ -191,7 +191,7 @@ def test_gathered_torch_weights_have_the_dtype_of_the_model_directory(model_path
     restored = started(tmp_path / "bf16", restore_from=tmp_path / "state")
     assert restored.weight_layout() == trainer.weight_layout()
     for (_, ours), (_, theirs) in zip(
-        restored._worker.named_parameters(), trainer._worker.named_parameters(), strict=True
+        restored._worker.loaded.weights.items(), trainer._worker.loaded.weights.items(), strict=True
     ):
         assert torch.equal(ours, theirs), "the masters keep what bf16 would round away"
 
@@ -217,7 +217,7 @@ def test_gathering_weights_copies_nothing_and_lists_tied_weights_once(model_path
     trainer = started(model_path("qwen2"))
     gathered = dict(trainer.gather_weights())
     assert "lm_head.weight" not in gathered and "model.embed_tokens.weight" in gathered
-    for name, parameter in trainer._worker.named_parameters():
+    for name, parameter in trainer._worker.loaded.weights.items():
         assert gathered[name].data_ptr() == parameter.data_ptr() and not gathered[name].requires_grad
 
 

@@ -7,14 +7,15 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from pipelinerl.enums import StalenessScope
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
     Lineage,
+    fresh_part,
     has_signal,
     is_judged,
-    is_stale,
 )
 from pipelinerl.types import Outcome, RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -49,8 +50,8 @@ def test_ledger_of_consumed_orders_rejects_a_prompt_order_that_ends_twice() -> N
 def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_version(
     k: float, oldest: int, stale: bool
 ) -> None:
-    found = is_stale(group(0, version=oldest), producing=5, bounds=StalenessBounds(1, k))
-    assert found is stale
+    made, bounds = group(0, version=oldest), StalenessBounds(1, k)
+    assert (fresh_part(made, producing=5, bounds=bounds, scope=StalenessScope.GROUP) is None) is stale
 
 
 @pytest.mark.parametrize(

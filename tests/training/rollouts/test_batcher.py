@@ -35,7 +35,7 @@ def test_batcher_waits_until_it_has_enough_rollouts_for_a_step_and_uses_each_gro
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
     waiting.offer(group(1))
-    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
+    assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
@@ -73,7 +73,7 @@ def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale() -> None:
     waiting.offer(old)
     waiting.offer(group(1, version=2))
     assert waiting.take(StepBudget(rollouts=8), producing=5, bounds=BOUNDS) is None
-    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (1, 1)
+    assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.STALE]) == (1, 1)
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
@@ -85,13 +85,13 @@ def test_group_that_the_caller_declares_unusable_counts_as_stale() -> None:
         StepBudget(rollouts=2), producing=4, bounds=BOUNDS, usable=lambda group: group.oldest_version != 3
     )
     assert taken is not None and [each.index for each in taken] == [1]
-    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
+    assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
 def test_group_sampled_by_an_abandoned_model_version_is_dropped_and_its_prompt_order_is_issued_again() -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
-    assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
+    assert (len(waiting.waiting), waiting.ledger.has(0)) == (0, False)
     assert (waiting.take_abandoned(), waiting.take_abandoned()) == ([0], []), "told once"
     waiting.offer(group(0, version=3, epoch=2))
     assert waiting.waiting == [0]
@@ -101,7 +101,7 @@ def test_group_sampled_by_an_abandoned_model_version_is_dropped_and_its_prompt_o
 def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode: NoSignal, filtered: int, left: int) -> None:
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
-    assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (filtered, left)
+    assert (waiting.ledger.counts[GroupOutcome.FILTERED], len(waiting.waiting)) == (filtered, left)
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
@@ -111,7 +111,7 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
     foreign = rollout(reward=1.0, **{where: [1, 5]})
     waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
-    assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (1, 0)
+    assert (waiting.ledger.counts[GroupOutcome.FILTERED], len(waiting.waiting)) == (1, 0)
     assert "group 0 of actor actor-0 cannot train and is filtered: token_ids must lie in 0..4, got 5" in caplog.text
     unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
     waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
@@ -157,7 +157,7 @@ def test_groups_of_a_skipped_step_count_as_filtered_instead_of_trained() -> None
     assert (waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2)
     assert waiting.ledger.frontier == 2
     waiting.offer(taken[0])
-    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
+    assert (len(waiting.waiting), waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
 def test_prompt_order_that_the_controller_ended_counts_as_stale_unless_its_group_has_arrived() -> None:
@@ -169,7 +169,7 @@ def test_prompt_order_that_the_controller_ended_counts_as_stale_unless_its_group
     waiting.offer(group(2))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
-    assert (waiting.ledger.counts[GroupOutcome.STALE], waiting.num_waiting, waiting.ledger.frontier) == (1, 0, 3)
+    assert (waiting.ledger.counts[GroupOutcome.STALE], len(waiting.waiting), waiting.ledger.frontier) == (1, 0, 3)
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
@@ -237,7 +237,7 @@ def test_recorded_step_determines_which_rollouts_of_each_group_were_trained(seed
             assert all(bounds.accepts(producing=producing, oldest=each.oldest_version) for each in part.rollouts)
             assert len(part.rollouts) >= 2
     counts = waiting.ledger.counts
-    assert sum(counts.values()) + waiting.num_waiting == len(whole)
+    assert sum(counts.values()) + len(waiting.waiting) == len(whole)
 
 
 def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:

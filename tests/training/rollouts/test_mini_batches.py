@@ -13,7 +13,7 @@ import pytest
 from pipelinerl import rng
 from pipelinerl.objective.presets import resolve
 from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, deal
-from pipelinerl.training.rollouts.packing import apart, joined, with_columns
+from pipelinerl.training.rollouts.packing import apart, joined
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 
@@ -92,7 +92,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
     )
     columns = [np.arange(each.num_tokens, dtype=np.float32) + 100 * i for i, each in enumerate(batch.micro_batches)]
     return batch.completed(
-        [with_columns(each, {"old_logprobs": c}) for each, c in zip(batch.micro_batches, columns, strict=True)]
+        [replace(each, old_logprobs=c) for each, c in zip(batch.micro_batches, columns, strict=True)]
     )
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipelinerl.enums import NoSignal, Truncated
+from pipelinerl.enums import NoSignal, StalenessScope, Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, is_stale
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, fresh_part
 from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher
 from pipelinerl.training.rollouts.packing import SegmentTable, Splitting, WeightedRollout, alone, pack
@@ -145,7 +145,7 @@ def test_each_sampled_token_of_a_branching_episode_trains_once_with_all_turns_be
         assert batch.num_tokens <= budget or batch.num_segments == 1 or split is Splitting.NEVER
         for place, member in enumerate(members):
             its = batch.segment_ids == place
-            path = [ids for turn in table.paths[member] for ids in (turn.context_token_ids, turn.token_ids)]
+            path = [ids for turn in table.segments[member].turns for ids in (turn.context_token_ids, turn.token_ids)]
             np.testing.assert_array_equal(batch.token_ids[its], np.concatenate(path))
             weights = batch.weights[its & batch.loss_mask]
             assert (weights == 1.0 + table.owners[member]).all()
@@ -204,7 +204,7 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
         for place, member in enumerate(packed.members):
             its = np.flatnonzero(packed.micro_batch.segment_ids == place)
             position = 0
-            for turn in batch.segments.paths[member]:
+            for turn in batch.segments.segments[member].turns:
                 position += len(turn.context_token_ids)
                 again = its[position : position + len(turn.token_ids)]
                 position += len(turn.token_ids)
@@ -306,8 +306,9 @@ def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavi
 def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert made.oldest_version == 3
-    assert not is_stale(made, producing=7, bounds=StalenessBounds(1, 4))
-    assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
+    bounds, scope = StalenessBounds(1, 4), StalenessScope.GROUP
+    assert fresh_part(made, producing=7, bounds=bounds, scope=scope) is made
+    assert fresh_part(made, producing=8, bounds=bounds, scope=scope) is None, "and not as old as its latest turn"
 
 
 def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_segment_they_train() -> None:
@@ -348,7 +349,7 @@ def test_group_with_equal_total_rewards_trains_with_turn_credit_if_the_rewards_o
             ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, signal=signal_of(objective)
         )
         batcher.offer(made)
-        assert batcher.num_waiting == waits
+        assert len(batcher.waiting) == waits
 
 
 def test_valid_branching_episode_is_not_reported_as_faulty() -> None:

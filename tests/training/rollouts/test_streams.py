@@ -21,7 +21,6 @@ from pipelinerl.roles.wiring import demonstrations_of, losses_of, objective_of, 
 from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import MiniBatching, build, signal_of, teacher
 from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
-from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.train_step import TrainStep
 from pipelinerl.training.update import Critic
 from pipelinerl.types import Outcome, RolloutGroup
@@ -69,7 +68,7 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
     """Return d loss / d log-prob by token id, for all tokens whose gradient is not zero."""
     made: dict[int, float] = {}
     for each in batches:
-        given = with_columns(each, {"ref_logprobs": column(each, 1)})
+        given = replace(each, ref_logprobs=column(each, 1))
         columns = {name: getattr(given, name) for name in MicroBatch.__slots__}
         columns = {name: value for name, value in columns.items() if value is not None}
         gradient = objective.prediction_gradient(column(each, 0).astype(np.float64), columns)
@@ -221,7 +220,7 @@ def test_critic_is_not_trained_on_tokens_of_losses_that_read_no_rewards() -> Non
         [spelled("rl", 0), spelled("kl", 1)], objective=resolve("ppo"), token_budget=64, producing=1, losses=LOSSES
     )
     (both,) = batch.micro_batches
-    with_values = [with_columns(both, {"values": np.zeros(both.num_tokens, np.float32)})]
+    with_values = [replace(both, values=np.zeros(both.num_tokens, np.float32))]
     (completed,) = batch.with_advantages(resolve("ppo"), with_values)
     assert completed.streams is not None and not completed.advantages[completed.streams == Loss.REF_KL.code].any()
     (weighed,) = Critic.weighed(None, [completed])  # type: ignore[arg-type]

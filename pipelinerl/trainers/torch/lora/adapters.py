@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, cast, final
+from typing import Any, Final, cast, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -93,10 +93,6 @@ class Adapters:
         """True if the output layer has an adapter."""
         return self._packed.model.get_output_embeddings() in self._layers.values()
 
-    def pairs_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of the named `tensors` that belong to A and B of a target."""
-        return {name: tensors[name] for name in self._pairs}
-
     def pair_of(self, name: str) -> tuple[str, str] | None:
         """Return the names of A and B for the base's parameter `name`, or None if it has no adapter."""
         layer = name.removesuffix(".weight")
@@ -143,7 +139,7 @@ class Adapters:
                 parameter.data = parameter.data.bfloat16()
         for module in self._packed.model.modules():
             if isinstance(module, nn.Embedding):
-                module.register_forward_hook(lambda _module, _given, found: found.float())
+                module.register_forward_hook(lambda _module, _given, output: output.float())
 
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device; reuse the base if another trainer of this process has it on that device.
@@ -159,24 +155,16 @@ class Adapters:
 
     # --- on disk ---------------------------------------------------------------------------------------------------
 
-    def save(
-        self, path: Path, *, base: Path, own: Mapping[str, Tensor], pairs: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Write a directory in peft's format that peft can load over `base`; include the value head, if any.
-
-        `own` has the values of the value head; `pairs` has values of A and B by name; None means the values of this
-        process.
-        """
+    def save(self, path: Path, *, base: Path, values: Mapping[str, Tensor]) -> None:
+        """Write the `values` of the trained parameters into a new directory, which peft can load over `base`."""
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
         self._config.inference_mode = True
         self._config.save_pretrained(str(path))
-        tensors = {
-            f"{_PEFT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in (pairs or self._pairs).items()
-        }
+        tensors = {f"{_PEFT_PREFIX}{name}": values[name].detach().contiguous() for name in self._pairs}
         save_file(tensors, path / ADAPTER_FILE, metadata={"format": "pt"})
         if self._value_head:
-            head = {name.rpartition(".")[2]: own[name] for name in self._value_head}
+            head = {name.rpartition(".")[2]: values[name].detach() for name in self._value_head}
             save_file(head, path / VALUE_HEAD_FILE)
 
     @torch.no_grad()
@@ -217,11 +205,6 @@ class Adapters:
     def _set_dropout(self, *, active: bool) -> None:
         for layer in self._layers.values():
             layer.lora_dropout.train(active)
-
-    @classmethod
-    def of(cls, packed: PackedModel | PackedValueModel, options: LoraOptions | None) -> Self | None:
-        """Create adapters, or return None if `options` is None. Raises SpecError like the constructor."""
-        return None if options is None else cls(packed, options)
 
 
 @final

@@ -33,11 +33,6 @@ class LoraOptions:
     targets: tuple[str, ...] | None = None
     dropout: float = 0.0
 
-    @property
-    def scale(self) -> float:
-        """The factor of B A: alpha / rank."""
-        return self.alpha / self.rank
-
 
 _DEFAULT: Final = LoraOptions()
 

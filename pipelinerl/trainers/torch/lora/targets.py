@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, cast
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -13,12 +13,10 @@ from pipelinerl.models.checkpoint import check_weights
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from trainer_contract.errors import SpecError
 
-_LINEAR: Final = (nn.Linear, Conv1D)
-
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
     """Return the model's linear layers that the options select, by name. Raises SpecError for an impossible target."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     inner = {name: module for name, module in linear.items() if module is not head}
     if options.targets is None:
@@ -33,31 +31,16 @@ def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in modules})
 
 
-def shape_of(module: nn.Module) -> tuple[int, int]:
-    """Return (in, out) features; the weight of a `Conv1D` is [in, out], that of a `Linear` [out, in]."""
-    weight: Any = module.weight
-    rows, columns = weight.shape
-    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-
-
-def adapter_parameters(modules: Mapping[str, nn.Module], rank: int) -> int:
-    """Return the number of parameters in A [rank, in] and B [out, rank] of all these modules."""
-    return sum(rank * sum(shape_of(module)) for module in modules.values())
-
-
 def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered: Mapping[str, nn.Module]) -> None:
     named = {name: module for name, module in model.named_modules() if _is_named(name, target)}
-    found = [name for name in named if name in linear]
+    linear_names = [name for name in named if name in linear]
     names = ", ".join(last_names(offered))
-    if not found:
-        kind = (
-            "is an embedding"
-            if any(isinstance(each, nn.Embedding) for each in named.values())
-            else "matches no linear layer"
-        )
+    if not linear_names:
+        is_embedding = any(isinstance(each, nn.Embedding) for each in named.values())
+        kind = "is an embedding" if is_embedding else "matches no linear layer"
         raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
     embedding = model.get_input_embeddings()
-    if any(linear[name].weight is embedding.weight for name in found):
+    if any(linear[name].weight is embedding.weight for name in linear_names):
         raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose from {names}")
 
 
@@ -72,8 +55,7 @@ def described(path: Path, options: LoraOptions) -> str:
     """
     model = check_weights(path)
     modules = target_modules(model, options)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"LoRA of rank {options.rank} on {', '.join(last_names(modules))}: "
-        f"{share_of(adapter_parameters(modules, options.rank), whole)}"
-    )
+    # A is [rank, in] and B is [out, rank].
+    adapters = sum(options.rank * sum(cast(nn.Linear | Conv1D, each).weight.shape) for each in modules.values())
+    share = share_of(adapters, sum(parameter.numel() for parameter in model.parameters()))
+    return f"LoRA of rank {options.rank} on {', '.join(last_names(modules))}: {share}"

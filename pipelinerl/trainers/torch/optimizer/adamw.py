@@ -11,8 +11,8 @@ bf16 would never decay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final, NamedTuple, Protocol, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -34,28 +34,6 @@ _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloa
 STEP: Final = "step"
 MEAN: Final = "exp_avg"
 SQUARE: Final = "exp_avg_sq"
-
-
-class ParameterOptimizer(Protocol):
-    """The optimizer of a trainer's parameters."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters with shared settings; the caller may set `lr` before each step."""
-        ...
-
-    @property
-    def state(self) -> MutableMapping[Any, Any]:
-        """The state of each parameter that has been stepped: `step`, `exp_avg` and `exp_avg_sq`."""
-        ...
-
-    def step(self) -> Any:
-        """Step every parameter that has a gradient."""
-        ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        ...
 
 
 def adamw(
@@ -116,7 +94,7 @@ class Master(NamedTuple):
 
 @final
 class PiecewiseAdamW:
-    """A `ParameterOptimizer` whose moments are bf16 or whose state is on the host.
+    """AdamW whose moments are bf16 or whose state is on the host.
 
     CUDA copies and kernels use one stream, so they run in order; `step` returns when the state on the host is written.
     """
@@ -209,6 +187,11 @@ class PiecewiseAdamW:
         drawn.random_(-(2**31), 2**31, generator=noise)
         for moment, place, shift in zip(moments, kept, (0, 16), strict=True):
             _keep(rounded_at_random(moment, drawn >> shift), place)
+
+
+#: The optimizer of a trainer's parameters. Callers set `lr` in `param_groups` before each step; `state` has `step` and
+#: both moments of each parameter that has been stepped.
+ParameterOptimizer = AdamW | PiecewiseAdamW
 
 
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ supports capped scores or attention sinks (`attention.py` rejects models that us
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Self
 
@@ -54,37 +53,36 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
     return next((value for name in names if isinstance(value := config.get(name), int)), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFacts:
-    """The facts that decide whether the varlen kernel can be used.
+def why_not_varlen(
+    *,
+    device: str,
+    precision: Precision,
+    capability: tuple[int, int] | None,
+    has_kernel: bool,
+    widths: frozenset[int],
+) -> str | None:
+    """Return the first reason why the varlen kernel cannot be used, or None if it can.
 
-    `device` is torch's name of the device type, and `capability` is None if this machine has no GPU. `has_kernel` is
-    False if torch was built without the kernel, and `widths` has the widths of all kinds of heads.
+    Args:
+        device: torch's name of the device type.
+        capability: the GPU's compute capability; None if it is unknown.
+        has_kernel: False if torch was built without the kernel.
+        widths: the widths of all kinds of heads.
     """
-
-    device: str
-    precision: Precision
-    capability: tuple[int, int] | None
-    has_kernel: bool
-    widths: frozenset[int]
-
-
-def why_not_varlen(facts: AttentionFacts) -> str | None:
-    """Return the first reason why the varlen kernel cannot be used, or None if it can."""
     multiple, most = _WIDTHS
-    if facts.device != "cuda":
-        return f"the device is {facts.device}, and the kernel needs CUDA"
-    if facts.precision is not Precision.BF16:
-        return f"the precision is {facts.precision}, and the kernel needs bf16"
-    if not facts.has_kernel:
+    if device != "cuda":
+        return f"the device is {device}, and the kernel needs CUDA"
+    if precision is not Precision.BF16:
+        return f"the precision is {precision}, and the kernel needs bf16"
+    if not has_kernel:
         return "this torch was built without flash attention"
-    if facts.capability is not None and facts.capability < _CAPABILITY:
-        has, needs = (".".join(map(str, each)) for each in (facts.capability, _CAPABILITY))
+    if capability is not None and capability < _CAPABILITY:
+        has, needs = (".".join(map(str, each)) for each in (capability, _CAPABILITY))
         return f"the GPU's compute capability is {has}, and the kernel needs {needs}"
-    if len(facts.widths) != 1:
-        widths = ", ".join(map(str, sorted(facts.widths))) or "unknown"
-        return f"the model's heads are of several widths ({widths}), and the kernel needs one"
-    (width,) = facts.widths
+    if len(widths) != 1:
+        several = ", ".join(map(str, sorted(widths))) or "unknown"
+        return f"the model's heads are of several widths ({several}), and the kernel needs one"
+    (width,) = widths
     if width % multiple or width > most:
         return f"the model's heads are {width} wide, and the kernel takes multiples of {multiple} up to {most}"
     return None

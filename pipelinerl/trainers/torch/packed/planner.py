@@ -13,7 +13,6 @@ from torch import Tensor
 from pipelinerl import rng
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan, Planner
 from pipelinerl.trainers.torch.packed.attention_choice import (
-    AttentionFacts,
     HeadShapes,
     SegmentAttention,
     chosen,
@@ -62,25 +61,20 @@ def planning(
             )
         return Planning(partial(SegmentPlan.of, kernels=kernels), "buckets of segments, in batch-invariant tiles")
     heads = HeadShapes.of(config)
-    why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    why_not = why_not_varlen(
+        device=device.type,
+        precision=precision,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else None,
+        has_kernel=torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None,
+        widths=heads.widths,
+    )
     if chosen(requested, why_not) is SegmentAttention.VARLEN:
         kernel = torch_kernel()
         why_not = failed_trial(kernel, heads=heads, device=device, dtype=torch.bfloat16)
         if chosen(requested, why_not) is SegmentAttention.VARLEN:
             return Planning(partial(VarlenPlan.of, kernel=kernel), described(requested, None))
     return Planning(SegmentPlan.of, described(requested, why_not))
-
-
-def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Return the facts that decide whether the varlen kernel can be used on this device."""
-    is_here = device.type == "cuda" and torch.cuda.is_available()
-    return AttentionFacts(
-        device=device.type,
-        precision=precision,
-        capability=torch.cuda.get_device_capability(device) if is_here else None,
-        has_kernel=torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None,
-        widths=widths,
-    )
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:

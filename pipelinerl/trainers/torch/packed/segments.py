@@ -140,8 +140,8 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        found, sums = grad.index_select(0, ctx.plan.row_of_token), ctx.plan.sums
-        return found if sums is None else sums.put(found, grad), None
+        gradient, sums = grad.index_select(0, ctx.plan.row_of_token), ctx.plan.sums
+        return gradient if sums is None else sums.put(gradient, grad), None
 
 
 class _Unpad(torch.autograd.Function):

@@ -113,14 +113,14 @@ class Sums:
             torch.from_numpy(place[shared[firsts]]).to(device),
         )
 
-    def put(self, found: Tensor, grad: Tensor) -> Tensor:
-        """Write the sums of `grad` [rows, …] into `found` [places, …], for source rows that were read several times."""
+    def put(self, gradient: Tensor, grad: Tensor) -> Tensor:
+        """Write the sums of `grad` [rows, …] into `gradient` [places, …], for source rows that were read repeatedly."""
         if not self.rounds:
-            return found
+            return gradient
         many = grad.index_select(0, self.rows)
         for giving, taking in self.rounds:
             many.index_add_(0, taking, many.index_select(0, giving))
-        return found.index_copy_(0, self.places, many.index_select(0, self.firsts))
+        return gradient.index_copy_(0, self.places, many.index_select(0, self.firsts))
 
 
 @final
@@ -151,7 +151,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        found = grad.new_zeros((ctx.reading.size, *grad.shape[1:]))
+        gradient = grad.new_zeros((ctx.reading.size, *grad.shape[1:]))
         # For a row that was read several times, `index_copy_` keeps an arbitrary gradient; `put` then overwrites it
         # with the sum.
-        return ctx.reading.sums.put(found.index_copy_(0, ctx.reading.index, grad), grad), None
+        return ctx.reading.sums.put(gradient.index_copy_(0, ctx.reading.index, grad), grad), None

@@ -1,13 +1,11 @@
 """Tests of how a trainer chooses its attention: the rule (without a GPU), the trial of kernels, and rejections."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
 
 from pipelinerl.trainers.torch.packed.attention_choice import (
-    AttentionFacts,
     HeadShapes,
     SegmentAttention,
     chosen,
@@ -20,9 +18,13 @@ from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, Precision, TrainerSpec
 
-FITS = AttentionFacts(
-    device="cuda", precision=Precision.BF16, capability=(9, 0), has_kernel=True, widths=frozenset({128})
-)
+FITS = {
+    "device": "cuda",
+    "precision": Precision.BF16,
+    "capability": (9, 0),
+    "has_kernel": True,
+    "widths": frozenset({128}),
+}
 HEADS = HeadShapes(4, 2, frozenset({16}))
 
 
@@ -46,7 +48,7 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
     ],
 )
 def test_varlen_kernel_is_chosen_only_if_all_conditions_hold(change, reason):
-    why_not = why_not_varlen(replace(FITS, **change))
+    why_not = why_not_varlen(**FITS | change)
     assert why_not == reason
     auto, buckets, varlen = SegmentAttention
     assert chosen(auto, why_not) is (varlen if reason is None else buckets)

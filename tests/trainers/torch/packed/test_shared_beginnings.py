@@ -118,7 +118,7 @@ def is_the_padded_one(path, batch):
 def test_values_with_shared_prefixes_match_those_of_each_rollout_computed_alone(model_path, shared, micro_batch):
     trainer = started(model_path("qwen2"), head=Head.VALUE)
     with torch.no_grad():
-        for parameter in trainer._worker.unwrapped.value_head.parameters():
+        for parameter in trainer._worker.loaded.model.value_head.parameters():
             parameter.fill_(0.1)
     together = trainer.forward([shared])[0]
     for segment in range(shared.num_segments):

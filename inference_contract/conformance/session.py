@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Any, Final, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
+
+if TYPE_CHECKING:
+    from inference_contract.conformance.trainer import KitTrainer
 
 #: The default conversation of the checks; any chat model can answer it.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
@@ -22,18 +24,6 @@ MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 class NotOffered(Exception):
     """The engine or this machine cannot demonstrate a promise; the check is reported as `unsupported`."""
-
-
-class Peer(Protocol):
-    """The trainer's end of the weight group, played by the weight checks."""
-
-    def leave(self) -> None:
-        """Leave the group; the next check forms another."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group and release its store."""
-        ...
 
 
 @final
@@ -45,15 +35,13 @@ class Session:
         self.token = token
         self.timeout_s = timeout_s
         self.host = host
-        self.peer: Peer | None = None
+        self.peer: KitTrainer | None = None
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.peer is not None:
             self.peer.close()
         self._client.close()
@@ -66,10 +54,6 @@ class Session:
         """POST a JSON body or raw bytes; accept any status."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
-
-    def request(self, method: str, path: str) -> httpx.Response:
-        """Send a request with the given method; accept any status."""
-        return self._client.request(method, path)
 
     def without_token(self, path: str) -> httpx.Response:
         """Send a GET with a wrong bearer token."""
@@ -161,8 +145,10 @@ def succeeded(response: httpx.Response) -> Any:
     return response.json()
 
 
-def refused(response: httpx.Response, *statuses: int, code: str | None = None) -> dict[str, Any]:
-    """Return the error of a response that must have one of `statuses` and OpenAI's error shape."""
+def refused(
+    response: httpx.Response, *statuses: int, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """Return the error of a response that must have one of `statuses`, OpenAI's error shape, and `code` and `param`."""
     request = f"{response.request.method} {response.request.url.path}"
     expected = " or ".join(map(str, statuses))
     assert response.status_code in statuses, f"{request} must answer {expected}, got {response.status_code}"
@@ -174,6 +160,8 @@ def refused(response: httpx.Response, *statuses: int, code: str | None = None) -
     assert isinstance(error["message"], str) and error["message"], f"{request}: the error's message must be a sentence"
     if code is not None:
         assert error["code"] == code, f"{request}: the error's code must be {code!r}, got {error['code']!r}"
+    if param is not None:
+        assert error["param"] == param, f"{request}: the error's param must be {param!r}, got {error['param']!r}"
     return error
 
 
@@ -209,9 +197,7 @@ class Load:
             time.sleep(0.001)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended.set()
         done, late = wait(self._asking, self._session.timeout_s)
         self._threads.shutdown(wait=False)

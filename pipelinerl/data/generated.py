@@ -18,11 +18,9 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from pipelinerl import rng
-from pipelinerl.data.prompts import NO_PROMPTS, Prompts
-from pipelinerl.data.source import Draft, SourceRequest, Split, digest_of, split_of, split_of_digest, to_problem
+from pipelinerl.data.source import Draft, ShuffledEpochs, SourceRequest, Split, split_of, split_of_text, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
@@ -35,12 +33,16 @@ NUM_ENTRIES: Final = 2**31 - 1
 Parameters = TypeVar("Parameters")
 
 
-def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
-    """Convert the parameters of a built-in generator to the struct `kind`. Raises `RecipeError` if one is invalid."""
+def _refuse_argument(request: SourceRequest, source: str) -> None:
     if request.argument:
         raise RecipeError(
             f"{request.where}.source must be {source} without an argument, got {source}:{request.argument}"
         )
+
+
+def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
+    """Convert the parameters of a built-in generator to the struct `kind`. Raises `RecipeError` if one is invalid."""
+    _refuse_argument(request, source)
     try:
         return msgspec.convert(dict(request.parameters), kind)
     except msgspec.ValidationError as error:
@@ -56,69 +58,61 @@ class GeneratedSource:
     """
 
     def __init__(
-        self,
-        draw: Callable[[int], Draft],
-        *,
-        domain: str,
-        split: Split,
-        seed: int,
-        pattern: re.Pattern[str] | None = None,
-        prompts: Prompts = NO_PROMPTS,
+        self, draw: Callable[[int], Draft], request: SourceRequest, *, pattern: re.Pattern[str] | None = None
     ) -> None:
         self._draw = draw
-        self._domain = domain
-        self._split = split
-        self._seed = seed
+        self._request = request
         self._pattern = pattern
-        self._prompts = prompts
         # Validation and held-out problems must be distinct, so they are enumerated in order and cached.
-        self._distinct: dict[tuple[Message, ...], Problem] = {}
-        self._in_order: list[Problem] = []
+        self._seen: set[tuple[Message, ...]] = set()
+        self._in_order: list[Draft] = []
         self._tried = 0
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` if the generator has too few problems of the split."""
-        if self._split is Split.TRAIN:
-            return self._prompts.dress(self._fitting(index))
-        while len(self._in_order) <= index:
-            self._append_distinct()
-        return self._prompts.dress(self._in_order[index])
+        request = self._request
+        if request.split is Split.TRAIN:
+            draft = self._fitting(index)
+        else:
+            while len(self._in_order) <= index:
+                self._add_distinct()
+            draft = self._in_order[index]
+        return request.prompts.dress(to_problem(draft, request.domain))
 
-    def _fitting(self, index: int) -> Problem:
+    def _fitting(self, index: int) -> Draft:
         for attempt in range(_MAX_DRAWS):
-            draft = self._draw(rng.key(self._seed, self._split, index, attempt))
+            draft = self._drawn(index, attempt)
             if self._fits(draft):
-                return to_problem(draft, self._domain)
+                return draft
         raise RecipeError(
-            f"domains.{self._domain}: none of {_MAX_DRAWS} problems fitted the {self._split} split; "
+            f"{self._request.where}: none of {_MAX_DRAWS} problems fitted the {self._request.split} split; "
             "widen the parameters or answer_pattern"
         )
 
-    def _append_distinct(self) -> None:
+    def _add_distinct(self) -> None:
         for _ in range(_MAX_DRAWS):
-            draft = self._draw(rng.key(self._seed, self._split, self._tried))
+            draft = self._drawn(self._tried)
             self._tried += 1
-            if self._fits(draft) and draft.messages not in self._distinct:
-                problem = to_problem(draft, self._domain)
-                self._distinct[draft.messages] = problem
-                self._in_order.append(problem)
+            if self._fits(draft) and draft.messages not in self._seen:
+                self._seen.add(draft.messages)
+                self._in_order.append(draft)
                 return
         raise RecipeError(
-            f"domains.{self._domain}: the {self._split} split seems to hold only {len(self._in_order)} distinct "
+            f"{self._request.where}: the {self._request.split} split seems to hold only {len(self._in_order)} distinct "
             "problems; lower evaluation.problems, or widen the parameters"
         )
 
+    def _drawn(self, *place: int) -> Draft:
+        return self._draw(rng.key(self._request.seed, self._request.split, *place))
+
     def _fits(self, draft: Draft) -> bool:
-        right_split = split_of(draft.messages) is self._split
+        right_split = split_of(draft.messages) is self._request.split
         return right_split and (self._pattern is None or self._pattern.fullmatch(draft.ground_truth) is not None)
 
 
 def open_addition(request: SourceRequest) -> GeneratedSource:
     """Open the source `addition`."""
-    if request.argument:
-        raise RecipeError(
-            f"{request.where}.source must be addition without an argument, got addition:{request.argument}"
-        )
+    _refuse_argument(request, "addition")
     return _generated(request, lambda own: addition_drafts(own, where=request.where))
 
 
@@ -139,14 +133,7 @@ def _generated(
         pattern = None if answer_pattern is None else re.compile(answer_pattern)
     except (re.error, TypeError) as error:
         raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
-    return GeneratedSource(
-        drafts(own),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        pattern=pattern,
-        prompts=request.prompts,
-    )
+    return GeneratedSource(drafts(own), request, pattern=pattern)
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
@@ -226,13 +213,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def open_programs(request: SourceRequest) -> GeneratedSource:
     """Open the source `programs`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="programs")
-    return GeneratedSource(
-        lambda key: _drawn(parameters, key),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        prompts=request.prompts,
-    )
+    return GeneratedSource(lambda key: _drawn(parameters, key), request)
 
 
 def _drawn(parameters: _Parameters, key: int) -> Draft:
@@ -296,30 +277,18 @@ class NumberedSource:
     def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
         self._numbers = numbers
         self._request = request
-        of_split = [each for each in range(numbers.count) if split_of_digest(_digest_of(each)) is request.split]
+        of_split = [each for each in range(numbers.count) if split_of_text(str(each)) is request.split]
         if not of_split:
             raise RecipeError(
                 f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
             )
-        self._chosen = np.array(of_split, np.int64)
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # latest epoch's number and order of tasks
+        self._tasks = ShuffledEpochs(
+            np.array(of_split), request, name="numbered", what="tasks", remedy="raise parameters.count"
+        )
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
-        request, (epoch, place) = self._request, divmod(index, len(self._chosen))
-        if epoch and request.split is not Split.TRAIN:
-            raise RecipeError(
-                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; lower "
-                "evaluation.problems, or raise parameters.count"
-            )
-        if self._order[0] != epoch:
-            noise = rng.generator(request.seed, "numbered", request.split, epoch)
-            self._order = (epoch, noise.permutation(self._chosen))
-        number = int(self._order[1][place])
+        request, number = self._request, self._tasks.item(index)
         message = Message("user", self._numbers.prompt or f"Task {number}")
         draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
         return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
-
-
-def _digest_of(number: int) -> int:
-    return int.from_bytes(digest_of(str(number)), "little")

@@ -184,13 +184,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def open_instructions(request: SourceRequest) -> GeneratedSource:
     """Open the source `instructions`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="instructions")
-    return GeneratedSource(
-        lambda key: _drawn(parameters, key, where=request.where),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        prompts=request.prompts,
-    )
+    return GeneratedSource(lambda key: _drawn(parameters, key, where=request.where), request)
 
 
 def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
@@ -243,15 +237,8 @@ _SENTENCES: Final = (
 _PLACES: Final = ("name", "place", "date", "address", "number", "title", "city", "friend", "time", "color")
 #: For each rare letter, a word that contains it and can be added to an answer.
 _HOLDERS: Final = {
-    "j": "joy",
-    "k": "kind",
-    "q": "quiet",
-    "v": "river",
-    "w": "water",
-    "x": "box",
-    "y": "day",
-    "z": "zoo",
-}
+    "j": "joy", "k": "kind", "q": "quiet", "v": "river", "w": "water", "x": "box", "y": "day", "z": "zoo",
+}  # fmt: skip
 #: Numbers of sentences that are tried if an answer of the requested length does not follow all instructions.
 _OTHER_LENGTHS: Final = (1, 2)
 

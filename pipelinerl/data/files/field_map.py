@@ -70,10 +70,8 @@ class FieldMap:
     @property
     def fields(self) -> frozenset[str]:
         """Columns that must be read to build problems."""
-        names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
-        names.add(self.rate_field)
-        more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
-        return frozenset(name.partition(".")[0] for name in names | more if name) | self._of_template
+        more = {self.rate_field, *(self.metadata_fields or (_METADATA,)), *self.tag_fields}
+        return frozenset(name.partition(".")[0] for name in more if name) | self.fields_of_text
 
     @property
     def fields_of_text(self) -> frozenset[str]:

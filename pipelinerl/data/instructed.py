@@ -31,9 +31,6 @@ from pipelinerl.types import Message
 _TRIES: Final = 200
 
 
-DEFAULT_SENTENCES: Final = 3
-
-
 TOPICS: Final = (
     "the sea", "a small village", "bees", "rain", "old maps", "the moon", "bread", "a long journey", "trains",
     "the winter", "music", "a garden", "friendship", "the desert", "bridges", "birds", "a market", "tea", "forests",
@@ -167,7 +164,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
     """Scale of the instructions' numbers: level 5 requires about five times as many words or points as level 1."""
-    sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
+    sentences: Annotated[int, Meta(ge=1, le=15)] = 3
     """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
     topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
@@ -195,17 +192,14 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         instructions = _composed(parameters, noise, request)
         answer = None
         if len(instructions) >= parameters.min_instructions:
-            answer = answer_following(instructions, topic, noise, sentences=parameters.sentences)
+            answer = _answer_following(instructions, topic, noise, parameters.sentences)
         if answer is not None:
-            metadata = {
-                "instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
-            }
+            text = "\n".join([request, *(each.instruction.sentence for each in instructions)])
+            described = [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
             return Draft(
-                messages=(
-                    Message("user", "\n".join([request, *(each.instruction.sentence for each in instructions)])),
-                ),
+                messages=(Message("user", text),),
                 ground_truth=answer,
-                metadata=metadata,
+                metadata={"instructions": described},
                 tags=(f"instructions={len(instructions)}",),
             )
     raise RecipeError(
@@ -243,8 +237,8 @@ _HOLDERS: Final = {
 _OTHER_LENGTHS: Final = (1, 2)
 
 
-def answer_following(
-    instructions: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
+def _answer_following(
+    instructions: Sequence[Asked], topic: str, noise: np.random.Generator, sentences: int
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
@@ -302,7 +296,7 @@ def _sentence(order: Sequence[str], place: int) -> str:
 
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
     """Append the required words to the last sentence as clauses, which keeps the number of sentences."""
-    clauses = list(_clauses(by_kind, " ".join(sentences)))
+    clauses = _clauses(by_kind, " ".join(sentences))
     wanted = by_kind.get(counts.NumberOfWords)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         have, place = len(words(" ".join(sentences))), len(sentences)

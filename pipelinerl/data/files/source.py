@@ -80,9 +80,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return the order of problems with pass rates `rates` [M], i64 [over]; empty if the order is `SHUFFLED`."""
-        if self.order is ProblemOrder.SHUFFLED:
-            return np.zeros(0, np.int64)
+        """Return the order of problems with pass rates `rates` [M], i64 [over]; not for the order `SHUFFLED`."""
         count, over = len(rates), self.over or len(rates)
         shuffled = rng.generator(seed, "curriculum", "ties").permutation(count)
         hardness = rates[shuffled] if self.order is ProblemOrder.HARD_FIRST else -rates[shuffled]
@@ -102,7 +100,6 @@ _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HEL
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
-_NO_SWEEP: NDArray[np.int64] = np.zeros(0, np.int64)
 
 Files = tuple[Path, ...]
 
@@ -129,7 +126,7 @@ class RowSource:
         field_map: FieldMap,
         request: SourceRequest,
         *,
-        sweep: NDArray[np.int64] = _NO_SWEEP,
+        sweep: NDArray[np.int64],
     ) -> None:
         self._rows, self._digests = indexed
         self._columns = field_map
@@ -223,7 +220,7 @@ def source_of_rows(
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
         raise RecipeError(f"{request.where}: the {split} split of its files is empty; add rows or name files for it")
-    sweep = _NO_SWEEP
+    sweep = chosen[:0]
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
         rates = _rates(own.rows, field_map)
         sweep = chosen[curriculum.sweep(rates[chosen], seed=request.seed)]

@@ -58,6 +58,8 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
+#: Name of the process group.
+_GROUP: Final = "weights"
 #: Distance between the generation numbers of consecutive epochs. The numbers increase with (epoch, membership,
 #: attempt), so those of a restarted trainer are above those of its predecessor.
 _EPOCH_STEP: Final = 2**40
@@ -91,7 +93,6 @@ class BroadcastPublisher:
         control: EngineControl,
         *,
         host: str | None = None,
-        group: str = "weights",
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
@@ -99,7 +100,6 @@ class BroadcastPublisher:
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
-        self._name = group
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._rendezvous: Rendezvous | None = None
@@ -216,7 +216,7 @@ class BroadcastPublisher:
         size = 1 + len(members)
         return {
             url: InitProcessGroupRequest(
-                group=self._name,
+                group=_GROUP,
                 backend=self._backend,
                 rendezvous_host=meeting.host,
                 rendezvous_port=meeting.port,
@@ -235,7 +235,7 @@ class BroadcastPublisher:
             lambda: Collective.join(
                 host=meeting.host,
                 port=meeting.port,
-                group=self._name,
+                group=_GROUP,
                 generation=generation,
                 rank=0,
                 world_size=world_size,
@@ -282,8 +282,7 @@ class BroadcastPublisher:
             # Only two different requests are built: for engines that know the layout, and for engines that do not.
             (how,) = named
             if how not in made:
-                where = {"group": self._name, "generation": group.generation}
-                where |= {"pieces_key": _pieces_key(progress.publication)}
+                where = {"group": _GROUP, "generation": group.generation, "pieces_key": _pieces_key(progress)}
                 made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
             return made[how]
 
@@ -310,7 +309,7 @@ class BroadcastPublisher:
         sending = in_background(
             f"send-{progress.publication.name}",
             lambda: sender.send(
-                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress.publication)
+                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress)
             ),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
@@ -364,8 +363,8 @@ def _close_when_done(future: Future[Collective]) -> None:
         future.result().close()
 
 
-def _pieces_key(publication: Publication) -> str:
-    return f"pieces-{publication.name}"
+def _pieces_key(progress: PublicationProgress) -> str:
+    return f"pieces-{progress.publication.name}"
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:

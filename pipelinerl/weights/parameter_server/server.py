@@ -44,6 +44,7 @@ from typing import Final, final
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -52,7 +53,7 @@ from inference_contract.errors import ContractError, DeadlineExceeded, DigestMis
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import in_background
-from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
+from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.parameter_server import connection
 from pipelinerl.weights.parameter_server.connection import (
@@ -276,9 +277,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(
-        {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
-    )
+    return refusal(502, str(error), code="failed")
 
 
 @final
@@ -289,7 +288,7 @@ class _Read:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _key(scope)
         whole = self._table.whole(key)
-        size, requested = whole.layout.num_bytes, _header(scope, b"range")
+        size, requested = whole.layout.num_bytes, Headers(scope=scope).get("range")
         start, end = _range("bytes=0-" if requested is None else requested, r"bytes=(\d{1,18})-(\d{0,18})", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
@@ -325,7 +324,7 @@ class _Write:
             if version.digest is not None:
                 raise InvalidRequest(f"version {named(key)} is complete and can no longer be written")
             size = version.layout.num_bytes
-            named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
+            named_range = Headers(scope=scope).get("content-range", f"bytes 0-{size - 1}/{size}")
             at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
             deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S + (end - at) / LEAST_BYTES_PER_S
             more = True
@@ -359,10 +358,6 @@ def _key(scope: Scope) -> Key:
         return int(path["epoch"]), int(path["version"])
     except ValueError:
         raise InvalidRequest("epoch and version must be whole numbers", param="version") from None
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 def _range(text: str, form: str, version: Version) -> Range:

@@ -255,7 +255,10 @@ def write_shards(
 
     layout, whole = publication.layout, WeightDigest()
     bounds = layout.buckets(bucket_bytes)
-    buffers = _Buffers(len(writers) + 1, max((end - start for start, end in bounds), default=0))
+    largest = max((end - start for start, end in bounds), default=0)
+    buffers = queue.LifoQueue[Memory]()  # reuses the last buffer first, so that the others may never need memory
+    for _ in range(len(writers) + 1):
+        buffers.put(np.empty(largest, np.uint8))
     owners = _owners(layout, shards, bucket_bytes)
     lent: Memory | None = None
 
@@ -265,13 +268,20 @@ def write_shards(
         if writer is not None and writer.target is not None:
             lent = None
             return shared_tensor(writer.target.bytes[start:end])
-        lent = buffers.lend(deadline=deadline)
+        try:
+            lent = buffers.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise DeadlineError("the parameter servers did not take the weights in time") from None
         return shared_tensor(lent[: end - start])
+
+    def give_back(memory: Memory | None) -> None:
+        if memory is not None:
+            buffers.put(memory)
 
     for (start, end), filled in zip(bounds, packed(layout, publication.weights, bounds, room), strict=True):
         memory = filled.numpy()
         whole.update(memory)
-        free = partial(buffers.give_back, lent)
+        free = partial(give_back, lent)
         writer = writers.get(owners[start])
         if writer is None:
             free()
@@ -349,31 +359,6 @@ class ShardWriter:
         if self.target is None:
             path = routes.WEIGHTS.format(epoch=self._record.epoch, version=self._record.version)
             self._client.write(path, memory.data, start, self._record.num_bytes, deadline=self._deadline)
-
-
-@final
-class _Buffers:
-    """Pool of `count` buffers of `num_bytes` each, allocated when first needed."""
-
-    def __init__(self, count: int, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._unmade = count
-        self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
-
-    def lend(self, *, deadline: float) -> Memory:
-        """Return a free buffer; wait for one until `deadline`, then raise `DeadlineError`."""
-        if self._unmade and self._free.empty():
-            self._unmade -= 1
-            return np.empty(self._num_bytes, np.uint8)
-        try:
-            return self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
-        except queue.Empty:
-            raise DeadlineError("the parameter servers did not take the weights in time") from None
-
-    def give_back(self, memory: Memory | None) -> None:
-        """Return `memory` to the pool; None is ignored."""
-        if memory is not None:
-            self._free.put(memory)
 
 
 def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:

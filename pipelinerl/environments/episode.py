@@ -42,8 +42,6 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Matches an answer's thinking up to its closing tag; some templates put the opening tag into the prompt.
-_THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
 #: Matches the beginning of a malformed tool call in any format. Parsed calls are no longer in an answer's text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: Parameters of an agent's request that the `PromptOrder` overrides; they are dropped and counted.
@@ -389,17 +387,14 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
     """
     parts = [message.role, message.content]
     if message.role == "assistant":
+        _, tag, rest = message.content.partition("</think>")  # some templates put the opening tag into the prompt
         calls = [call.id for call in message.tool_calls or ()]
-        parts = [message.role, *(calls or [_without_thinking(message.content).strip()])]
+        parts = [message.role, *(calls or [(rest if tag else message.content).strip()])]
     elif message.tool_call_id is not None:
         parts.append(message.tool_call_id)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
-
-
-def _without_thinking(text: str) -> str:
-    return _THINKING.sub("", text) if "</think>" in text else text
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:

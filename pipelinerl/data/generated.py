@@ -12,7 +12,7 @@ that passes them. The first test's expected output differs from its input, so a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
 
 import msgspec
@@ -111,61 +111,39 @@ class GeneratedSource:
 
 
 def open_addition(request: SourceRequest) -> GeneratedSource:
-    """Open the source `addition`."""
+    """Open the source `addition`: additions such as `12+345=` → `357`, with up to `max_digits` digits."""
     _refuse_argument(request, "addition")
-    return _generated(request, lambda own: addition_drafts(own, where=request.where))
-
-
-def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
-    """Open the source `reasoning_gym:<task>`."""
-    if not request.argument:
-        raise RecipeError(f"{request.where}.source must be reasoning_gym:<task>, got no task")
-    return _generated(request, lambda own: reasoning_gym_drafts(request.argument, own, where=request.where))
-
-
-def _generated(
-    request: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]
-) -> GeneratedSource:
-    """Build a generator's source. The whole answer must match the regular expression `answer_pattern`, if given."""
-    own = dict(request.parameters)
-    answer_pattern = own.pop("answer_pattern", None)
-    try:
-        pattern = None if answer_pattern is None else re.compile(answer_pattern)
-    except (re.error, TypeError) as error:
-        raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
-    return GeneratedSource(drafts(own), request, pattern=pattern)
-
-
-def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return a function that draws additions such as `12+345=` → `357`, with up to `max_digits` digits."""
-    unknown = set(parameters) - {"max_digits"}
+    parameters, pattern = _without_pattern(request)
     max_digits = parameters.get("max_digits", 3)
-    if unknown or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
-        raise RecipeError(f"{where}.parameters takes max_digits, 1 to 18, got {dict(parameters)!r}")
+    if parameters.keys() - {"max_digits"} or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
+        raise RecipeError(f"{request.where}.parameters takes max_digits, 1 to 18, got {parameters!r}")
 
     def draw(key: int) -> Draft:
         noise = rng.generator(key, "addition")
         a, b = (int(noise.integers(10 ** int(noise.integers(1, max_digits + 1)))) for _ in range(2))
         return Draft(messages=(Message("user", f"{a}+{b}="),), ground_truth=str(a + b), metadata={})
 
-    return draw
+    return GeneratedSource(draw, request, pattern=pattern)
 
 
-def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return a function that draws problems of a reasoning-gym task.
+def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
+    """Open the source `reasoning_gym:<task>`.
 
     A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
     Raises `RecipeError` if the library is not installed, or rejects the task or a parameter.
     """
-    reserved = {"seed", "size"} & set(parameters)
-    if reserved:
+    task, where = request.argument, request.where
+    if not task:
+        raise RecipeError(f"{where}.source must be reasoning_gym:<task>, got no task")
+    parameters, pattern = _without_pattern(request)
+    if reserved := {"seed", "size"} & parameters.keys():
         raise RecipeError(f"{where}.parameters must not set {', '.join(sorted(reserved))}: the run's seed decides")
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
     except ModuleNotFoundError:
         raise RecipeError(f"{where}.source needs reasoning_gym, which is not installed; pip install it") from None
     except (ValueError, TypeError, AssertionError) as error:
-        raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from None
+        raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {parameters!r}: {error}") from None
 
     def draw(key: int) -> Draft:
         index = key % NUM_ENTRIES
@@ -173,10 +151,20 @@ def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str
         return Draft(
             messages=(Message("user", entry["question"]),),
             ground_truth=str(entry["answer"]),
-            metadata={"task": task, "parameters": dict(parameters), "index": index},
+            metadata={"task": task, "parameters": parameters, "index": index},
         )
 
-    return draw
+    return GeneratedSource(draw, request, pattern=pattern)
+
+
+def _without_pattern(request: SourceRequest) -> tuple[dict[str, Any], re.Pattern[str] | None]:
+    """Return the other parameters, and the regular expression `answer_pattern`, which whole answers must match."""
+    parameters = dict(request.parameters)
+    answer_pattern = parameters.pop("answer_pattern", None)
+    try:
+        return parameters, None if answer_pattern is None else re.compile(answer_pattern)
+    except (re.error, TypeError) as error:
+        raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
 
 
 _REQUEST: Final = "Write a program that reads a number x and prints {}."
@@ -219,21 +207,21 @@ def open_programs(request: SourceRequest) -> GeneratedSource:
 def _drawn(parameters: _Parameters, key: int) -> Draft:
     noise = rng.generator(key, "programs")
     count = 1 + int(noise.integers(parameters.operations))
-    steps = [_step(noise, parameters.max_number) for _ in range(count)]
+    steps = [
+        (_OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(parameters.max_number - 1)))
+        for _ in range(count)
+    ]
     words, code = "x", "x"
     for place, (operation, number) in enumerate(steps):
         words = operation.words.format(f"({words})" if place else words, number)
         code = operation.code.format(f"({code})" if place else code, number)
+    tests = [{"input": f"{x}\n", "output": f"{_result(steps, x)}\n"} for x in _inputs(noise, steps, parameters)]
     return Draft(
         messages=(Message("user", _REQUEST.format(words)),),
         ground_truth=_PROGRAM.format(code),
-        metadata={"tests": [_test(steps, number) for number in _inputs(noise, steps, parameters)]},
+        metadata={"tests": tests},
         tags=(f"operations={count}",),
     )
-
-
-def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]:
-    return _OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(max_number - 1))
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
@@ -243,10 +231,6 @@ def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], par
     tried = (*range(inputs[0], top), *range(inputs[0]))
     inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
     return inputs
-
-
-def _test(steps: list[tuple[_Operation, int]], number: int) -> Mapping[str, str]:
-    return {"input": f"{number}\n", "output": f"{_result(steps, number)}\n"}
 
 
 def _result(steps: list[tuple[_Operation, int]], number: int) -> int:

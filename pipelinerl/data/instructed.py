@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -261,7 +261,8 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     wanted = by_kind.get(counts.NumberOfSentences)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         count = max(count, wanted.num_sentences)
-    sentences = _lengthened([_sentence(order, place) for place in range(count)], by_kind, order)
+    sentences = [text[0].upper() + text[1:] for text in islice(cycle(order), count)]
+    sentences = _lengthened(sentences, by_kind, order)
     match layout:
         case counts.NumberOfParagraphs():
             return "\n***\n".join(_shared_out(sentences, layout.num_paragraphs))
@@ -288,10 +289,6 @@ _PARTS: Final[dict[type, Any]] = {
     formats.MultipleSections: lambda layout: layout.num_sections,
     wording.TwoResponses: lambda layout: 2,
 }
-
-
-def _sentence(order: Sequence[str], place: int) -> str:
-    return _capitalized(order[place % len(order)])
 
 
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
@@ -352,7 +349,3 @@ def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
     if wording.AllLowercase in by_kind:
         text = text.lower()
     return f'"{text}"' if wording.QuotationMarks in by_kind else text
-
-
-def _capitalized(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -105,8 +105,9 @@ class Collective:
             membership = dist.PrefixStore(f"{group}/{generation}", store)
             address, lazy = address_towards(host, port), connections is Connections.TREE
             made = _process_group(backend, membership, rank, world_size, address, deadline, lazy=lazy)
-            if lazy:
-                _meet(made, deadline)
+            if lazy:  # connect to the ranks with which this rank exchanges bytes in a broadcast
+                options = _options(deadline)
+                made.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
         except (RuntimeError, OSError) as error:
             raise _translated(error, f"joining {name} at {host}:{port} as rank {rank} of {world_size}") from error
         return Collective(made, membership, backend=backend, name=name)
@@ -208,12 +209,6 @@ def _process_group(
         raise UpdateError("backend nccl needs CUDA, which torch does not find here; use gloo")
     device = torch.device("cuda", torch.cuda.current_device())
     return connect_nccl(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
-
-
-def _meet(group: Any, deadline: float) -> None:
-    """Connect to the ranks with which this rank exchanges bytes in a broadcast, by a broadcast of one byte."""
-    options = _options(deadline)
-    group.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
 
 
 def _options(deadline: float) -> Any:

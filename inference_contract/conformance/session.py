@@ -8,15 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
-
-if TYPE_CHECKING:
-    from inference_contract.conformance.trainer import KitTrainer
 
 #: The default conversation of the checks; any chat model can answer it.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
@@ -24,6 +21,18 @@ MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 class NotOffered(Exception):
     """The engine or this machine cannot demonstrate a promise; the check is reported as `unsupported`."""
+
+
+class Peer(Protocol):
+    """The trainer's end of the weight group, played by the weight checks."""
+
+    def leave(self) -> None:
+        """Leave the group; the next check forms another."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group and release its store."""
+        ...
 
 
 @final
@@ -35,7 +44,7 @@ class Session:
         self.token = token
         self.timeout_s = timeout_s
         self.host = host
-        self.peer: KitTrainer | None = None
+        self.peer: Peer | None = None
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:

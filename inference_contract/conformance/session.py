@@ -174,7 +174,7 @@ def refused(
     return error
 
 
-_ASKERS: Final = 4
+_SENDERS: Final = 4
 
 
 @final
@@ -182,33 +182,33 @@ class Load:
     """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 
     A fast engine may finish a single long request before an update commits. Therefore each of several threads sends a
-    new request as soon as it has an answer, so that the engine is never idle. `ask` takes a seed and returns an
+    new request as soon as it has an answer, so that the engine is never idle. `send` takes a seed and returns an
     unparsed response, since parsing is slower than a fast engine's sampling. The first failure is raised when the block
     ends.
     """
 
-    def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
+    def __init__(self, session: Session, send: Callable[[int], httpx.Response]) -> None:
         self.answers: list[httpx.Response] = []
         self._sampled_before = 0.0
         self._session = session
-        self._ask = ask
+        self._send = send
         self._seeds = itertools.count()
         self._ended = threading.Event()
-        self._threads = ThreadPoolExecutor(_ASKERS)
-        self._asking: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(_SENDERS)
+        self._sending: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         self._sampled_before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
-        self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
+        self._sending = [self._threads.submit(self._run) for _ in range(_SENDERS)]
         while not self.sampled() and time.monotonic() < deadline:
-            if any(request.done() for request in self._asking):
+            if any(request.done() for request in self._sending):
                 break  # a request failed; `__exit__` raises the error
             time.sleep(0.001)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended.set()
-        done, late = wait(self._asking, self._session.timeout_s)
+        done, late = wait(self._sending, self._session.timeout_s)
         self._threads.shutdown(wait=False)
         if error is None:
             assert not late, f"answers must arrive within {self._session.timeout_s:g} s although the weights changed"
@@ -221,4 +221,4 @@ class Load:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self.answers.append(self._ask(next(self._seeds)))
+            self.answers.append(self._send(next(self._seeds)))

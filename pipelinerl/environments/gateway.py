@@ -195,10 +195,10 @@ async def _sampled_with_tools(
     own = body.get("tools") or ()
     names = names_of(own)
     request = {**body, "tools": tools.offered_with(own)}
-    asked: PlannedTurn | None = None
+    original: PlannedTurn | None = None
     while True:
-        completion, planned, turn = await _sampled(opened, agent, request, asked)
-        asked = asked or planned
+        completion, planned, turn = await _sampled(opened, agent, request, original)
+        original = original or planned
         message = completion.choices[0].message
         calls = [call for call in message.tool_calls or () if call.function.name not in names]
         results = await _results(opened, tools, calls, ", ".join(sorted(names)))
@@ -213,7 +213,7 @@ async def _sampled_with_tools(
         turn.results = results
         left = [call for call in message.tool_calls or () if call.function.name in names]
         shown = message.model_copy(update={"tool_calls": left or None})
-        opened.episode.recognise(asked, shown, turn)
+        opened.episode.recognise(original, shown, turn)
         choice = completion.choices[0].model_copy(update={"message": shown})
         return completion.model_copy(update={"choices": [choice]})
 

@@ -109,10 +109,10 @@ def sharded(
     )
 
 
-def pulled(asked: PullOrder, layout: WeightLayout = LAYOUT, *, by_memory: bool = True) -> NDArray[np.uint8]:
-    """Pull the whole version that `asked` orders, and return its bytes."""
+def pulled(pull: PullOrder, layout: WeightLayout = LAYOUT, *, by_memory: bool = True) -> NDArray[np.uint8]:
+    """Pull the whole version that `pull` orders, and return its bytes."""
     into = np.zeros(layout.num_bytes, np.uint8)
-    assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(asked, into=into) == asked.digest
+    assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(pull, into=into) == pull.digest
     return into
 
 

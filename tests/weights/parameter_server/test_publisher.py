@@ -34,12 +34,12 @@ class Announcing:
 
     def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
         self.answers = answers
-        self.told: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
+        self.announced: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
 
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        self.told.append((prepare, list(engines), list(left_out)))
+        self.announced.append((prepare, list(engines), list(left_out)))
         return {url: self.answers[url] for url in engines if url in self.answers}
 
 
@@ -251,21 +251,21 @@ class _ByToken:
 async def test_engines_that_read_announcements_get_no_update_request_unless_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
-    follows, asked = engines
+    follows, without_layout = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
     other = "http://127.0.0.1:1"  # no engine listens at this address, so a request to it would fail
-    announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
+    announcer = Announcing({follows: served, other: served, without_layout: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:
         report = await publisher.publish(publication(1, [*engines, other]))
         assert (report.failed, report.pauses_s[follows], set(report.pauses_s)) == ({}, 0.5, {*engines, other})
-        assert {url for url, _ in control.updates} == {asked}
-        assert (await publisher.publish(publication(2, [asked]))).failed == {}
-        assert len(announcer.told) == 1, "an announcement must not reach more engines than it is for"
+        assert {url for url, _ in control.updates} == {without_layout}
+        assert (await publisher.publish(publication(2, [without_layout]))).failed == {}
+        assert len(announcer.announced) == 1, "an announcement must not reach more engines than it is for"
         await publisher.publish(publication(3, engines))
     finally:
         await publisher.close()
-    (prepare, told, left_out), (_, _, then_left_out) = announcer.told
+    (prepare, announced, left_out), (_, _, then_left_out) = announcer.announced
     assert (prepare.phase, prepare.layout_id, prepare.digest) == (UpdatePhase.PREPARE, LAYOUT.layout_id, report.digest)
     assert set(prepare.sources or ()) == set(servers) and prepare.layout is None
-    assert (sorted(told), left_out, then_left_out) == (sorted([*engines, other]), [], [other])
+    assert (sorted(announced), left_out, then_left_out) == (sorted([*engines, other]), [], [other])

@@ -81,8 +81,8 @@ def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
             process.wait(PATIENCE_S)
 
     puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-    asked = order(1, url, replica, layout=LARGE, timeout_s=PATIENCE_S)
-    assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
+    pull = order(1, url, replica, layout=LARGE, timeout_s=PATIENCE_S)
+    assert puller.fetch(pull, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
     assert np.array_equal(into, flat(1, LARGE))
     assert came == sorted(set(came)), "bytes that had arrived must not be fetched again"
 
@@ -168,17 +168,17 @@ def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever
 def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(server: Server) -> None:
     url, process = server
     place(url)
-    asked = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
+    pull = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
 
     def stop(_: int) -> None:
         os.kill(process.pid, signal.SIGSTOP)
-        asked.given_up.set()
+        pull.given_up.set()
 
     began = time.monotonic()
     try:
         with pytest.raises(UpdateError, match="cancelled"):
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
-                asked, into=np.zeros(LARGE.num_bytes, np.uint8), on_progress=stop
+                pull, into=np.zeros(LARGE.num_bytes, np.uint8), on_progress=stop
             )
         assert time.monotonic() - began < SOON_S
     finally:

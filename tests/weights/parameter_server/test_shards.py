@@ -62,9 +62,9 @@ def place(urls: list[str], shards: int, version: int = 1, *, by_memory: bool = T
 
 
 def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: bool = True) -> Any:
-    asked = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
-    assert asked.digest == placed.digest
-    return parameter_server.pulled(asked, layout, by_memory=by_memory)
+    pull = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
+    assert pull.digest == placed.digest
+    return parameter_server.pulled(pull, layout, by_memory=by_memory)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
@@ -172,8 +172,8 @@ def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica
                 process.wait(PATIENCE_S)
 
         puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-        asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S)
-        assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
+        pull = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S)
+        assert puller.fetch(pull, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 

@@ -90,7 +90,6 @@ class ContextExceeded(InvalidRequest):
 class NotFinite(ContractError):
     """The model's logits for this request are NaN or infinite; any engine with the same weights would fail as well."""
 
-    status = 500
     code = "not_finite"
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import check_columns, ids_of, stoppable
 from inference_contract.conformance.session import NotOffered, Session, chunks, refused
-from inference_contract.conformance.stream_checks import gathered
+from inference_contract.conformance.stream_checks import check_streamed, gathered
 from inference_contract.schemas import Choice, Continuation, FinishReason
 
 _LENGTH: Final = 12
@@ -30,13 +30,17 @@ def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
     raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so none can be split")
 
 
-def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
-    """Return request prefixes with the first token of `first` and the first two of `last`, and the lengths (1, 2)."""
-    ends = 1, 2
-    prefixes = [
-        {"index": each.index, "token_ids": ids_of(each)[:end]} for each, end in zip((first, last), ends, strict=True)
-    ]
-    return prefixes, ends
+#: Numbers of tokens in the two prefixes of `_cut`.
+_ENDS: Final = (1, 2)
+
+
+def _prefix(choice: Choice, length: int) -> dict[str, Any]:
+    return {"index": choice.index, "token_ids": ids_of(choice)[:length]}
+
+
+def _cut(*choices: Choice) -> list[dict[str, Any]]:
+    """Return request prefixes with the first token of the first choice and the first two of the second."""
+    return [_prefix(choice, end) for choice, end in zip(choices, _ENDS, strict=True)]
 
 
 def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
@@ -57,15 +61,14 @@ def _continues(session: Session, **fields: Any) -> None:
     empty = {"index": 1, "token_ids": []}
     (restarted,) = session.chat(n=1, seed=seed, max_tokens=_LENGTH, prefixes=[empty], **fields).choices
     _equal_rest(second, restarted, 0)
-    prefixes, ends = _cut(first, last)
+    prefixes = _cut(first, last)
     rest = session.chat(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **fields)
     assert len(rest.choices) == 2, f"two prefixes must give two choices, got {len(rest.choices)}"
     assert rest.usage.completion_tokens == sum(len(ids_of(each)) for each in rest.choices), "usage counts new tokens"
-    for whole, part, end in zip((first, last), rest.choices, ends, strict=True):
-        _equal_rest(whole, part, end)
     streamed = gathered(session.stream(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **fields))
-    for whole, part, end in zip((first, last), streamed, ends, strict=True):
-        _equal_rest(whole, part, end)
+    for choices in (rest.choices, streamed):
+        for whole, part, end in zip((first, last), choices, _ENDS, strict=True):
+            _equal_rest(whole, part, end)
 
 
 def greedy_answer_continues(session: Session) -> None:
@@ -80,11 +83,10 @@ def sampled_answer_continues(session: Session) -> None:
         _continues(session)
         return
     seed, (first, _, last) = _long(session)
-    prefixes, ends = _cut(first, last)
-    fields: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
+    fields: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": _cut(first, last)}
     rest = session.chat(**fields).choices
     assert [each.index for each in rest] == [0, 2], f"the answer must continue choices 0 and 2, got {rest}"
-    for each, end in zip(rest, ends, strict=True):
+    for each, end in zip(rest, _ENDS, strict=True):
         check_columns(each)
         count = len(ids_of(each))
         assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens at most the rest may follow, got {count}"
@@ -96,8 +98,7 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
     """max_tokens limits the whole answer, prefix included."""
     _offered(session)
     seed, (first, *_) = _long(session)
-    prefixes = [{"index": 0, "token_ids": ids_of(first)[:2]}]
-    (rest,) = session.chat(n=1, seed=seed, max_tokens=3, prefixes=prefixes).choices
+    (rest,) = session.chat(n=1, seed=seed, max_tokens=3, prefixes=[_prefix(first, 2)]).choices
     assert len(ids_of(rest)) == 1, f"max_tokens=3 leaves one token after two, got {len(ids_of(rest))}"
     if rest.finish_reason is not FinishReason.STOP:
         assert rest.finish_reason is FinishReason.LENGTH, f"finish_reason must be length, got {rest.finish_reason}"
@@ -131,8 +132,7 @@ def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | No
     end = len(ids_of(whole)) - 1
     if end < 1 or whole.finish_reason is not FinishReason.STOP:
         return None
-    prefixes = [{"index": 0, "token_ids": ids_of(whole)[:end]}]
-    return whole, session.chat(**fields, stop=stop, prefixes=prefixes).choices[0], end
+    return whole, session.chat(**fields, stop=stop, prefixes=[_prefix(whole, end)]).choices[0], end
 
 
 def ended_prefix_is_refused(session: Session) -> None:
@@ -167,12 +167,7 @@ def fewer_chunks_give_the_same_answer(session: Session) -> None:
     received = list(chunks(response, response.iter_lines()))
     assert len(received) == 1, f"with interval_s=3600 a short answer must arrive in one chunk, got {len(received)}"
     assert received[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
-    for one, two in zip(whole, gathered(received), strict=True):
-        for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
-            expected, got = getattr(one, name), getattr(two, name)
-            assert expected == got, (
-                f"choice {one.index}: the stream's {name} is {got}, without streaming it is {expected}"
-            )
+    check_streamed(gathered(received), whole)
 
 
 CHECKS = (

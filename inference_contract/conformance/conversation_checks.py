@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from inference_contract.conformance.chat_checks import check_columns, ids_of
-from inference_contract.conformance.openai_checks import CALL, TOOL, answered, prompt_of
+from inference_contract.conformance.chat_checks import check_columns, ids_of, prompt_of
+from inference_contract.conformance.openai_checks import TOOL, answered, call_and_result
 from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused
-from inference_contract.schemas import AssistantMessage, ChatCompletion, FinishReason
-from inference_contract.tools import ToolCall
+from inference_contract.conformance.stream_checks import gathered
+from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
 _NEXT: Final = [{"role": "user", "content": "2 + 3 = "}]
-_RESULT: Final = [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}]
 #: The most seeds to try until an answer ends by itself.
 _SEEDS: Final = 24
 #: Tolerance in nats between the log-probs of a token when the same prompt is sent in two ways.
 _APART: Final = 1e-3
 
 
-def _said(content: str) -> dict[str, Any]:
+def _answer(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
@@ -46,7 +45,7 @@ def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[i
 
 def conversation_continues_exactly(session: Session) -> None:
     """A continued conversation keeps the given tokens exactly, and the next answer is sampled after all of them."""
-    messages = [*MESSAGES, _said("1"), *_NEXT]
+    messages = [*MESSAGES, _answer("1"), *_NEXT]
     whole = _appends(session, messages)
     first = session.chat(seed=3, ignore_eos=True)
     known = [*prompt_of(first), *ids_of(first.choices[0])]
@@ -64,18 +63,18 @@ def conversation_continues_exactly(session: Session) -> None:
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
     """If the known tokens are the template's own, the continued prompt equals the rendering of all messages."""
-    one, two = (_appends(session, [*MESSAGES, _said(digit), *_NEXT]) for digit in ("3", "4"))
+    one, two = (_appends(session, [*MESSAGES, _answer(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:
         raise NotOffered("answers of one digit differ in more than one token, so the end of an answer is not known")
     end = different[0] + 1
-    prompt = prompt_of(_continued(session, [*MESSAGES, _said("3"), *_NEXT], one[:end], 2))
+    prompt = prompt_of(_continued(session, [*MESSAGES, _answer("3"), *_NEXT], one[:end], 2))
     assert prompt == one, f"after the {end} known tokens the prompt must have the {one[end:]} of the full rendering"
 
 
 def bad_continuations_are_refused(session: Session) -> None:
     """Unusable `continue_token_ids` and `continue_from` are rejected, never ignored or clamped."""
-    messages = [*MESSAGES, _said("3"), *_NEXT]
+    messages = [*MESSAGES, _answer("3"), *_NEXT]
     known = prompt_of(session.chat())
     for wrong in (
         {"continue_token_ids": known},
@@ -105,7 +104,7 @@ def _end_token(session: Session) -> int:
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
     """Return the tokens of a conversation with a tool call as prompt, call and rest; None if tools are rejected."""
-    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *_RESULT]
+    messages = [*MESSAGES, *call_and_result("3")]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None
     whole, end = _appends(session, messages, tools=[TOOL]), _end_token(session)
@@ -131,11 +130,8 @@ def calls_are_parsed_or_refused(session: Session) -> None:
     completion = answered(session, "prefixes", "logit_bias", tools=[TOOL], **fields)
     if completion is None:
         raise NotOffered("the engine rejects prefixes or logit_bias, so the kit cannot make the model call a tool")
-    choice = completion.choices[0]
-    _is_the_call(choice.message, choice.finish_reason)
-    message, reasons = _gathered(session, tools=[TOOL], **fields)
-    assert len(reasons) == 1, f"a stream must tell one finish_reason, it tells {reasons}"
-    _is_the_call(message, reasons[0])
+    for choice in (*completion.choices, *gathered(session.stream(tools=[TOOL], **fields))):
+        _check_call(choice)
     unoffered: tuple[dict[str, Any], ...] = ({}, {"tools": [TOOL], "tool_choice": "none"})
     for each in unoffered:
         plain = session.chat(**fields, **each).choices[0]
@@ -144,25 +140,18 @@ def calls_are_parsed_or_refused(session: Session) -> None:
         assert plain.finish_reason is FinishReason.STOP, f"finish_reason must be stop, got {plain.finish_reason}"
 
 
-def _is_the_call(message: AssistantMessage, reason: FinishReason) -> None:
-    calls = [(call.function.name, ToolCall.for_template(call)["function"]) for call in message.tool_calls or ()]
-    expected = [("add", {"name": "add", "arguments": {"a": 1, "b": 2}})]
-    assert calls == expected, f"the answer must have the call {expected}, it has {calls}"
-    assert all(call.id for call in message.tool_calls or ()), "each call must have an id"
-    assert not message.content.strip(), f"a parsed call is not part of the text, got {message.content!r}"
-    assert reason is FinishReason.TOOL_CALLS, f"finish_reason must be tool_calls, got {reason}"
-
-
-def _gathered(session: Session, **fields: Any) -> tuple[AssistantMessage, list[FinishReason]]:
-    text, calls, reasons = "", list[ToolCall](), list[FinishReason]()
-    for part in (part for chunk in session.stream(**fields) for part in chunk.choices):
-        text += part.delta.content or ""
-        calls += [
-            ToolCall.model_validate({"id": call.id, "function": call.function.model_dump()})
-            for call in part.delta.tool_calls or ()
-        ]
-        reasons += [part.finish_reason] if part.finish_reason is not None else []
-    return AssistantMessage(content=text, tool_calls=calls), reasons
+def _check_call(choice: Choice) -> None:
+    calls, text = choice.message.tool_calls or [], choice.message.content
+    got, expected = (
+        [call.for_template()["function"] for call in calls],
+        [{"name": "add", "arguments": {"a": 1, "b": 2}}],
+    )
+    assert got == expected, f"the answer must have the calls {expected}, it has {got}"
+    assert all(call.id for call in calls), "each call must have an id"
+    assert not text.strip(), f"a parsed call is not part of the text, got {text!r}"
+    assert choice.finish_reason is FinishReason.TOOL_CALLS, (
+        f"finish_reason must be tool_calls, got {choice.finish_reason}"
+    )
 
 
 def tool_results_continue_calls_or_are_refused(session: Session) -> None:
@@ -171,7 +160,7 @@ def tool_results_continue_calls_or_are_refused(session: Session) -> None:
     if conversation is None:
         return
     opening, called, after = conversation
-    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *_RESULT]
+    messages = [*MESSAGES, *call_and_result("3")]
     for known in ([*opening, *called], [*opening, *called, after[0]]):
         prompt = prompt_of(_continued(session, messages, known, 2, tools=[TOOL]))
         whole = [*opening, *called, *after]

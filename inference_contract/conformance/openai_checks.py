@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from inference_contract import routes
 from inference_contract.completions import TextCompletion
-from inference_contract.conformance.chat_checks import check_columns, ids_of
+from inference_contract.conformance.chat_checks import check_columns, ids_of, prompt_of
 from inference_contract.conformance.session import MESSAGES, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.routed_experts import RoutedExperts
-from inference_contract.schemas import ChatCompletion, Choice, FinishReason, TokenLogprob
+from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Choice, FinishReason, TokenLogprob
 
 TOOL: Final = {
     "type": "function",
@@ -24,7 +24,6 @@ TOOL: Final = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
-CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 #: Tolerance in nats between log-probs of the same token that come from the same forward pass.
 _APART: Final = 1e-3
 #: Tolerance in nats between log-probs of the same token from two forward passes, such as a decode step and a prefill.
@@ -41,10 +40,13 @@ def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | 
     return None
 
 
-def prompt_of(completion: ChatCompletion) -> list[int]:
-    """Return the prompt's tokens; fail if the answer does not contain them."""
-    assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
-    return completion.prompt_token_ids
+def call_and_result(result: str) -> list[dict[str, Any]]:
+    """Return two messages: an assistant's call of `TOOL` with null content, and the call's result."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": result},
+    ]
 
 
 def tools_are_rendered_or_refused(session: Session) -> None:
@@ -73,12 +75,7 @@ def tool_results_are_rendered_or_refused(session: Session) -> None:
     """Tool calls with null content, and their results, are part of the prompt; or the messages are rejected by name."""
     prompts = []
     for result in ("3", "4"):
-        messages = [
-            *MESSAGES,
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "call_1", "content": result},
-        ]
-        completion = answered(session, "messages", messages=messages)
+        completion = answered(session, "messages", messages=[*MESSAGES, *call_and_result(result)])
         if completion is None:
             return
         prompts.append(prompt_of(completion))
@@ -205,8 +202,7 @@ def completions_route_is_served_or_absent(session: Session) -> None:
     texts = session.post(routes.COMPLETIONS, {"prompt": ["1 + 2", "3"], "max_tokens": 1, "return_token_ids": True})
     prompts = [choice.prompt_token_ids for choice in TextCompletion.model_validate(succeeded(texts)).choices]
     assert prompts[0] and prompts[1] and prompts[0] != prompts[1], "the prompt must be the text that was sent"
-    error = refused(session.post(routes.COMPLETIONS, {"prompt": "1 + 2", "suffix": "= 3"}), 400, 422)
-    assert error["param"] == "suffix", f"param must be 'suffix', got {error['param']!r}"
+    refused(session.post(routes.COMPLETIONS, {"prompt": "1 + 2", "suffix": "= 3"}), 400, 422, param="suffix")
 
 
 CHECKS = (
@@ -229,16 +225,15 @@ def routed_experts_are_returned_or_refused(session: Session) -> None:
     fields: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**fields)
     if response.status_code != 200:
-        error = refused(response, 400, code="invalid_request_error")
-        assert error["param"] == "return_routed_experts", f"the refusal must name the field, it names {error['param']}"
+        refused(response, 400, code="invalid_request_error", param="return_routed_experts")
         return
-    whole = session.chat(**fields)
-    like = _of_prompt(whole.prompt_token_ids, whole.prompt_routed_experts)
+    whole = ChatCompletion.model_validate(response.json())
+    like = _of_prompt(whole)
     for choice in whole.choices:
         _of_tokens(choice, like)
     streamed = session.streamed(**fields)
     received = list(chunks(streamed, streamed.iter_lines()))
-    _of_prompt(received[0].prompt_token_ids, received[0].prompt_routed_experts)
+    _of_prompt(received[0])
     for choice in gathered(received):
         parts = [part for chunk in received for part in chunk.choices if part.index == choice.index]
         routed = [part.routed_experts for part in parts if part.routed_experts is not None and part.token_ids]
@@ -249,10 +244,9 @@ def routed_experts_are_returned_or_refused(session: Session) -> None:
     assert omitted, "routed experts must be left out unless return_routed_experts requests them"
 
 
-def _of_prompt(prompt: list[int] | None, routed: RoutedExperts | None) -> RoutedExperts:
-    assert prompt, "with return_token_ids the answer must have prompt_token_ids"
+def _of_prompt(answer: ChatCompletion | ChatCompletionChunk) -> RoutedExperts:
+    routed, expected = answer.prompt_routed_experts, len(prompt_of(answer)) - 1
     assert routed is not None, "with return_routed_experts the answer must have prompt_routed_experts"
-    expected = len(prompt) - 1
     assert routed.num_tokens == expected, f"prompt_routed_experts must cover {expected} tokens, got {routed.num_tokens}"
     return routed
 
@@ -276,15 +270,15 @@ def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
         scored = answered(session, "return_prompt_logprobs", temperature=temperature, top_k=1, **fields)
         if scored is None:
             return
-        found = scored.prompt_logprobs or []
-        assert len(found) == len(known), f"prompt_logprobs must have {len(known)} entries, got {len(found)}"
-        assert found[0] == 0.0, f"nothing predicts the first token, so its log-prob is 0, got {found[0]}"
-        assert max(found) <= _APART, f"log-probs are at most 0, got {max(found)}"
-        apart = max(abs(a - b) for a, b in zip(found[-len(logprobs) :], logprobs, strict=True))
+        got = scored.prompt_logprobs or []
+        assert len(got) == len(known), f"prompt_logprobs must have {len(known)} entries, got {len(got)}"
+        assert got[0] == 0.0, f"nothing predicts the first token, so its log-prob is 0, got {got[0]}"
+        assert max(got) <= _APART, f"log-probs are at most 0, got {max(got)}"
+        apart = max(abs(a - b) for a, b in zip(got[-len(logprobs) :], logprobs, strict=True))
         if temperature == 0.7:
-            assert apart <= _SCORED_APART, f"those of sampled tokens must be their token_logprobs, {apart:g} nats apart"
+            assert apart <= _SCORED_APART, f"sampled tokens must keep their token_logprobs, got {apart:g} nats apart"
         else:
-            assert apart > 1e-5, "they must be those at the request's temperature"
+            assert apart > 1e-5, "prompt_logprobs must be those at the request's temperature"
     quiet = session.chat(n=1, seed=5)
     assert quiet.prompt_logprobs is None, "prompt_logprobs must be left out unless return_prompt_logprobs requests them"
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import re
 import threading
-import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
+
+import httpx
 
 from inference_contract import routes
-from inference_contract.conformance.chat_checks import check_columns
-from inference_contract.conformance.session import Load, NotOffered, Session, refused
-from inference_contract.conformance.weight_checks import LoadedUpdate, kit_trainer
+from inference_contract.conformance.session import NotOffered, Session, refused
+from inference_contract.conformance.weight_checks import (
+    check_lost,
+    check_served,
+    kit_trainer,
+    old_weights_stay,
+    updates_under_load,
+)
+
+if TYPE_CHECKING:
+    from inference_contract.conformance.trainer import KitTrainer
 
 
 @final
@@ -54,16 +65,20 @@ class WeightServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.open.set()
         self._server.shutdown()
         self._server.server_close()
 
-    def hold(self, epoch: int, version: int, data: bytes) -> None:
-        """Serve `data` as the weights of this epoch and version."""
-        self._held[routes.WEIGHTS.format(epoch=epoch, version=version)] = data
+    def hold(
+        self, trainer: KitTrainer, version: int, tag: int, *, ranges: Iterable[tuple[int, int]] | None = None
+    ) -> None:
+        """Serve the weights of `tag` as this version; outside the byte `ranges`, if given, serve zeros."""
+        data = trainer.weights(tag).numpy().tobytes()
+        held = bytearray(len(data))
+        for start, end in [(0, len(data))] if ranges is None else ranges:
+            held[start:end] = data[start:end]
+        self._held[routes.WEIGHTS.format(epoch=trainer.epoch, version=version)] = bytes(held)
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one GET."""
@@ -98,39 +113,29 @@ class WeightServer:
 
 def pull_is_served(session: Session) -> None:
     """Weights are fetched from the server named in PREPARE, with the token and without a group, and then served."""
-    trainer = kit_trainer(session)
-    trainer.leave()
+    kit_trainer(session).leave()
     with WeightServer(session.host, session.token) as server:
-        _pulled(session, server, tag=21)
-        before = session.greedy()
-        version = _pulled(session, server, tag=22)
-        card, health = session.card(), session.health()
-        assert (card.epoch, card.model_version) == (trainer.epoch, version), "/v1/models must name the new version"
-        assert health.model_version == version, "/health must name the new version"
-        assert session.greedy()[1] != before[1], "other weights must give other log-probs: the pull had no effect"
-        for choice in session.chat(n=2).choices:
-            check_columns(choice, versions={version})
-        _pulled(session, server, tag=21)
-        assert session.greedy() == before, "the same bytes again must give the same greedy sample and log-probs"
+        check_served(session, partial(_pulled, session, server))
 
 
 def pull_and_broadcast_take_turns(session: Session) -> None:
     """Pulls and broadcasts may alternate; the same bytes give the same results over either transport."""
     trainer = kit_trainer(session)
     with WeightServer(session.host, session.token) as server:
-        trainer.publish(trainer.next_version(), tag=23)
+        trainer.publish(23)
         before = session.greedy()
         for tag in (24, 25):
-            _pulled(session, server, tag=tag)
+            _pulled(session, server, tag)
             assert session.greedy()[1] != before[1], "a pull after a broadcast must take effect"
-        _pulled(session, server, tag=23)
+        _pulled(session, server, 23)
         assert session.greedy() == before, "pulled bytes must give the same results as the same bytes from a broadcast"
-        trainer.publish(trainer.next_version(), tag=24)
+        trainer.publish(24)
         assert session.greedy()[1] != before[1], "a broadcast after a pull must take effect"
 
 
 def pull_tries_the_next_source(session: Session) -> None:
     """If a source is down, lacks the version or closes the connection, the engine tries the next source."""
+    trainer = kit_trainer(session)
     with (
         WeightServer(session.host, session.token) as broken,
         WeightServer(session.host, session.token) as empty,
@@ -138,118 +143,98 @@ def pull_tries_the_next_source(session: Session) -> None:
     ):
         with WeightServer(session.host, session.token) as gone:
             pass
-        data = _held(session, broken, tag=25, version=kit_trainer(session).next_version())
-        broken.breaks_at = len(data) // 2
-        _pulled(session, good, tag=25, version=kit_trainer(session).version, before=(gone, empty, broken))
+        version = trainer.next_version()
+        for server in (broken, good):
+            server.hold(trainer, version, 25)
+        broken.breaks_at = trainer.layout.num_bytes // 2
+        sources = [server.url for server in (gone, empty, broken, good)]
+        _prepare(session, version, digest=trainer.digest(25), sources=sources)
+        trainer.committed(version, transport="pull", digest=trainer.digest(25))
         assert good.requests, "the last source must have been requested"
 
 
 def pull_of_shards_is_served(session: Session) -> None:
     """A version in two shards is fetched from two servers, which hold the bytes of one shard each, and then served."""
-    from inference_contract.conformance.trainer import digest, weights
-
     trainer = kit_trainer(session)
     bucket_bytes = max(trainer.layout.num_bytes // 8, 1)
     ranges = trainer.layout.shards(2, bucket_bytes)
     with WeightServer(session.host, session.token) as first, WeightServer(session.host, session.token) as second:
-        _pulled(session, first, tag=34)
+        _pulled(session, first, 34)
         before = session.greedy()
-        _pulled(session, first, tag=35)
-        version, data = trainer.next_version(), weights(trainer.layout, 34).numpy().tobytes()
+        _pulled(session, first, 35)
+        version = trainer.next_version()
         for server, held in zip((first, second), ranges, strict=True):
-            only = bytearray(len(data))
-            for start, end in held:
-                only[start:end] = data[start:end]
-            server.hold(trainer.epoch, version, bytes(only))
-        announced = digest(weights(trainer.layout, 34))
+            server.hold(trainer, version, 34, ranges=held)
         shards = [[first.url], [second.url]]
-        _prepared(session, version, digest=announced, shards=shards, bucket_bytes=bucket_bytes)
-        trainer.accepted(_commit(session, version, digest=announced), "committed")
+        _prepare(session, version, digest=trainer.digest(34), shards=shards, bucket_bytes=bucket_bytes)
+        trainer.committed(version, transport="pull", digest=trainer.digest(34))
         assert session.greedy() == before, "the bytes of two shards must give the same results as from one server"
 
 
 def pull_with_wrong_bytes_is_refused(session: Session) -> None:
     """Fetched bytes that do not match the digest leave the old weights in service, and the next pull works."""
-    with WeightServer(session.host, session.token) as server:
-        serving = _pulled(session, server, tag=26)
-        before, version = session.greedy(), kit_trainer(session).next_version()
-        _held(session, server, tag=27, version=version)
-        _prepared(session, version, sources=[server.url], digest="f" * 32)
+    with _pull_that_fails(session, tag=26, when="after wrong bytes") as (server, version):
+        _prepare(session, version, digest="f" * 32, sources=[server.url])
         refused(_commit(session, version, digest="f" * 32), 502, code="digest_mismatch")
-        _assert_serves(session, serving, before, "after wrong bytes")
-        _pulled(session, server, tag=27)
-        assert session.greedy()[1] != before[1], "the pull after wrong bytes must take effect"
 
 
 def broken_pull_leaves_old_weights(session: Session) -> None:
     """The engine keeps its old weights when a server dies during a pull, and can be updated again."""
-    from inference_contract.conformance.trainer import digest, weights
-
     trainer = kit_trainer(session)
-    with WeightServer(session.host, session.token) as server:
-        serving = _pulled(session, server, tag=28)
-        before, version = session.greedy(), trainer.next_version()
-        data = _held(session, server, tag=29, version=version)
-        server.breaks_at = len(data) // 2
-        announced = digest(weights(trainer.layout, 29))
-        _prepared(session, version, sources=[server.url], digest=announced)
-        error = refused(_commit(session, version, digest=announced), 502, 504, 409)
-        assert error["code"] in ("peer_lost", "deadline_exceeded", "not_prepared"), f"got the code {error['code']!r}"
-        _assert_serves(session, serving, before, "after half a pull")
+    with _pull_that_fails(session, tag=28, when="after half a pull") as (server, version):
+        server.breaks_at = trainer.layout.num_bytes // 2
+        _prepare(session, version, digest=trainer.digest(29), sources=[server.url])
+        check_lost(_commit(session, version, digest=trainer.digest(29)))
         server.breaks_at = None
-        _pulled(session, server, tag=29)
-        assert session.greedy()[1] != before[1], "the pull after half a pull must take effect"
 
 
 def aborted_pull_leaves_old_weights(session: Session) -> None:
     """Aborting a pull that waits for its server keeps the old weights, and the next pull works."""
-    from inference_contract.conformance.trainer import digest, weights
-
     trainer = kit_trainer(session)
-    with WeightServer(session.host, session.token) as server:
-        serving = _pulled(session, server, tag=30)
-        before, version = session.greedy(), trainer.next_version()
+    with _pull_that_fails(session, tag=30, when="after an abort") as (server, version):
         server.open.clear()
-        _held(session, server, tag=31, version=version)
-        _prepared(session, version, sources=[server.url], digest=digest(weights(trainer.layout, 31)))
+        _prepare(session, version, digest=trainer.digest(31), sources=[server.url])
         trainer.accepted(trainer.update("abort", version), "aborted")
         server.open.set()
-        _assert_serves(session, serving, before, "after an abort")
-        _pulled(session, server, tag=31)
-        assert session.greedy()[1] != before[1], "the pull after an abort must take effect"
 
 
 def pull_in_flight(session: Session) -> None:
     """Sampling continues during a pull, and an answer's spans name the version that sampled each token."""
-    deadline = time.monotonic() + session.timeout_s
-    length = min(256, session.card().context_length // 2)
+    trainer = kit_trainer(session)
     with WeightServer(session.host, session.token) as server:
-        while time.monotonic() < deadline:
-            old = _pulled(session, server, tag=32)
-            with Load(session, lambda seed: session.completed(n=16, max_tokens=length, seed=seed)) as load:
-                new, announced = _prepared_from(session, (server,), tag=33)
-                before_commit = load.sampled()
-                kit_trainer(session).accepted(_commit(session, new, digest=announced), "committed")
-                committed = load.sampled()
-            update = LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
-            if update.spans_are_right(update.whole_choices()):
-                return
+
+        def send(version: int) -> None:
+            server.hold(trainer, version, 33)
+            _prepare(session, version, digest=trainer.digest(33), sources=[server.url])
+
+        updates = updates_under_load(
+            session,
+            session.completed,
+            lambda: (_pulled(session, server, 32), trainer.next_version()),
+            send,
+            transport="pull",
+            digest=trainer.digest(33),
+        )
+        if any(update.spans_are_right(update.whole_choices()) for update in updates):
+            return
     raise NotOffered("no sample under load was in flight while pulled weights were committed")
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
-def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> bytes:
-    from inference_contract.conformance.trainer import weights
+@contextmanager
+def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple[WeightServer, int]]:
+    """Yield a server, and a version with the weights of `tag + 1` that it holds; see `old_weights_stay`."""
+    with (
+        WeightServer(session.host, session.token) as server,
+        old_weights_stay(session, partial(_pulled, session, server), tag=tag, when=when) as version,
+    ):
+        server.hold(kit_trainer(session), version, tag + 1)
+        yield server, version
 
-    trainer = kit_trainer(session)
-    data: bytes = weights(trainer.layout, tag).numpy().tobytes()
-    server.hold(trainer.epoch, version, data)
-    return data
 
-
-def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
+def _prepare(session: Session, version: int, *, digest: str, **where: Any) -> None:
     """Send PREPARE with `sources` or `shards`; fail if it is rejected. Raises `NotOffered` if engines cannot pull."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
@@ -258,43 +243,18 @@ def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> N
     trainer.accepted(response, "prepared")
 
 
-def _commit(session: Session, version: int, *, digest: str) -> Any:
+def _commit(session: Session, version: int, *, digest: str) -> httpx.Response:
     return kit_trainer(session).update("commit", version, transport="pull", digest=digest)
 
 
-def _pulled(
-    session: Session,
-    server: WeightServer,
-    *,
-    tag: int,
-    version: int | None = None,
-    before: tuple[WeightServer, ...] = (),
-) -> int:
-    """Run a whole update by pull, whose sources are the servers in `before` and then `server`; return its version."""
+def _pulled(session: Session, server: WeightServer, tag: int) -> int:
+    """Run a whole update by pull from `server` to the weights of `tag`; return its version."""
     trainer = kit_trainer(session)
-    version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
-    answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
-    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
+    version = trainer.next_version()
+    server.hold(trainer, version, tag)
+    _prepare(session, version, digest=trainer.digest(tag), sources=[server.url])
+    trainer.committed(version, transport="pull", digest=trainer.digest(tag))
     return version
-
-
-def _prepared_from(
-    session: Session, servers: tuple[WeightServer, ...], *, tag: int, version: int | None = None
-) -> tuple[int, str]:
-    """Prepare a pull from `servers`; only the last holds the weights of `tag`. Return the version and the digest."""
-    from inference_contract.conformance.trainer import digest, weights
-
-    trainer = kit_trainer(session)
-    version = trainer.next_version() if version is None else version
-    _held(session, servers[-1], tag=tag, version=version)
-    announced = digest(weights(trainer.layout, tag))
-    _prepared(session, version, sources=[server.url for server in servers], digest=announced)
-    return version, announced
-
-
-def _assert_serves(session: Session, version: int, greedy: Any, when: str) -> None:
-    assert session.card().model_version == version, f"{when} the old version must serve"
-    assert session.greedy() == greedy, f"{when} the old weights must serve: greedy output changed"
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
-from inference_contract.conformance.session import NotOffered, Session, body, refused, succeeded
+from inference_contract.conformance.session import NotOffered, Session, refused, succeeded
 from inference_contract.schemas import (
     LEAST_TEMPERATURE,
     LEAST_TOP_P,
@@ -84,17 +84,15 @@ _SECRET = "do-not-repeat-me-4711"
 
 def unknown_field_is_refused(session: Session) -> None:
     """An unknown field is rejected by name, never ignored."""
-    error = refused(session.post(routes.CHAT_COMPLETIONS, body(frobnicate=1)), 400, 422)
-    assert error["param"] == "frobnicate", f"param must name the unknown field 'frobnicate', got {error['param']!r}"
+    refused(session.completed(frobnicate=1), 400, 422, param="frobnicate")
 
 
 def wrong_type_is_refused(session: Session) -> None:
     """A field of the wrong type is rejected by its path, and its value is not repeated."""
-    response = session.post(routes.CHAT_COMPLETIONS, body(max_tokens=_SECRET))
-    error = refused(response, 400, 422)
-    assert error["param"] == "max_tokens", f"param must be 'max_tokens', got {error['param']!r}"
+    response = session.completed(max_tokens=_SECRET)
+    refused(response, 400, 422, param="max_tokens")
     assert _SECRET not in response.text, "an error must not repeat the input"
-    nested = refused(session.post(routes.CHAT_COMPLETIONS, body(messages=[{"role": "user", "content": 3}])), 400, 422)
+    nested = refused(session.completed(messages=[{"role": "user", "content": 3}]), 400, 422)
     assert str(nested["param"]).startswith("messages"), f"param must be a path below messages, got {nested['param']!r}"
 
 
@@ -140,34 +138,31 @@ def malformed_body_is_refused(session: Session) -> None:
 
 def too_long_prompt_is_refused(session: Session) -> None:
     """A prompt that leaves no room for a token is rejected with 400, OpenAI's error code and the field's name."""
-    length = session.card().context_length
-    error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length)), 400)
-    assert error["param"] == "prompt_token_ids", f"param must be 'prompt_token_ids', got {error['param']!r}"
-    assert error["code"] == "context_length_exceeded", f"code must be context_length_exceeded, got {error['code']!r}"
+    response = session.completed(prompt_token_ids=[1] * session.card().context_length)
+    refused(response, 400, code="context_length_exceeded", param="prompt_token_ids")
 
 
 def token_outside_vocabulary_is_refused(session: Session) -> None:
     """Token ids outside the vocabulary are rejected."""
     for token_id in (-1, 2**31 - 1):
-        error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1, token_id])), 400, 422)
+        error = refused(session.completed(prompt_token_ids=[1, token_id]), 400, 422)
         assert "prompt_token_ids" in str(error["param"]), f"param must be prompt_token_ids, got {error['param']!r}"
 
 
 def unknown_model_is_refused(session: Session) -> None:
     """A request for another model is rejected with 404."""
-    refused(session.post(routes.CHAT_COMPLETIONS, body(model="no-such-model")), 404, code="model_not_found")
+    refused(session.completed(model="no-such-model"), 404, code="model_not_found")
 
 
 def refused_stream_gets_a_plain_error(session: Session) -> None:
     """A rejected streaming request gets a plain error response, not a stream."""
-    length = session.card().context_length
-    refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length, stream=True)), 400)
+    refused(session.streamed(prompt_token_ids=[1] * session.card().context_length), 400)
 
 
 def unknown_route_and_method_are_refused(session: Session) -> None:
     """An unknown route answers 404 and a wrong method 405, both in OpenAI's error shape."""
     refused(session.get("/v1/no-such-route"), 404)
-    refused(session.request("GET", routes.CHAT_COMPLETIONS), 405)
+    refused(session.get(routes.CHAT_COMPLETIONS), 405)
 
 
 REFUSAL_CHECKS = (

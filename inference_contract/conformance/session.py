@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, final
 
 import httpx
@@ -51,9 +50,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.peer is not None:
             self.peer.close()
         self._client.close()
@@ -66,10 +63,6 @@ class Session:
         """POST a JSON body or raw bytes; accept any status."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
-
-    def request(self, method: str, path: str) -> httpx.Response:
-        """Send a request with the given method; accept any status."""
-        return self._client.request(method, path)
 
     def without_token(self, path: str) -> httpx.Response:
         """Send a GET with a wrong bearer token."""
@@ -161,8 +154,10 @@ def succeeded(response: httpx.Response) -> Any:
     return response.json()
 
 
-def refused(response: httpx.Response, *statuses: int, code: str | None = None) -> dict[str, Any]:
-    """Return the error of a response that must have one of `statuses` and OpenAI's error shape."""
+def refused(
+    response: httpx.Response, *statuses: int, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """Return the error of a response that must have one of `statuses`, OpenAI's error shape, and `code` and `param`."""
     request = f"{response.request.method} {response.request.url.path}"
     expected = " or ".join(map(str, statuses))
     assert response.status_code in statuses, f"{request} must answer {expected}, got {response.status_code}"
@@ -174,10 +169,12 @@ def refused(response: httpx.Response, *statuses: int, code: str | None = None) -
     assert isinstance(error["message"], str) and error["message"], f"{request}: the error's message must be a sentence"
     if code is not None:
         assert error["code"] == code, f"{request}: the error's code must be {code!r}, got {error['code']!r}"
+    if param is not None:
+        assert error["param"] == param, f"{request}: the error's param must be {param!r}, got {error['param']!r}"
     return error
 
 
-_ASKERS: Final = 4
+_SENDERS: Final = 4
 
 
 @final
@@ -185,35 +182,33 @@ class Load:
     """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 
     A fast engine may finish a single long request before an update commits. Therefore each of several threads sends a
-    new request as soon as it has an answer, so that the engine is never idle. `ask` takes a seed and returns an
+    new request as soon as it has an answer, so that the engine is never idle. `send` takes a seed and returns an
     unparsed response, since parsing is slower than a fast engine's sampling. The first failure is raised when the block
     ends.
     """
 
-    def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
+    def __init__(self, session: Session, send: Callable[[int], httpx.Response]) -> None:
         self.answers: list[httpx.Response] = []
         self._sampled_before = 0.0
         self._session = session
-        self._ask = ask
+        self._send = send
         self._seeds = itertools.count()
         self._ended = threading.Event()
-        self._threads = ThreadPoolExecutor(_ASKERS)
-        self._asking: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(_SENDERS)
+        self._sending: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         self._sampled_before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
-        self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
+        self._sending = [self._threads.submit(self._run) for _ in range(_SENDERS)]
         while not self.sampled() and time.monotonic() < deadline:
-            if any(request.done() for request in self._asking):
+            if any(request.done() for request in self._sending):
                 break  # a request failed; `__exit__` raises the error
             time.sleep(0.001)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended.set()
-        done, late = wait(self._asking, self._session.timeout_s)
+        done, late = wait(self._sending, self._session.timeout_s)
         self._threads.shutdown(wait=False)
         if error is None:
             assert not late, f"answers must arrive within {self._session.timeout_s:g} s although the weights changed"
@@ -226,4 +221,4 @@ class Load:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self.answers.append(self._ask(next(self._seeds)))
+            self.answers.append(self._send(next(self._seeds)))

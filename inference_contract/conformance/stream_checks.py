@@ -9,6 +9,7 @@ from typing import Any, Final
 from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
+from inference_contract.tools import ToolCall
 
 #: In `disconnect_frees_a_stream`: the most streams that the check abandons, then the most samples of one stream.
 _LEAVINGS: Final = 8
@@ -18,6 +19,7 @@ _MOST_SAMPLES: Final = 64
 def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
     """Assemble the complete choices from a stream's chunks, ordered by index."""
     text: dict[int, str] = {}
+    calls: dict[int, list[ToolCall]] = {}
     ids: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -26,6 +28,9 @@ def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
         index = part.index
         assert index not in ends, f"choice {index} got a chunk after its finish_reason"
         text[index] = text.get(index, "") + (part.delta.content or "")
+        for call in part.delta.tool_calls or ():
+            whole = ToolCall.model_validate({"id": call.id, "function": call.function.model_dump()})
+            calls.setdefault(index, []).append(whole)
         ids.setdefault(index, []).extend(part.token_ids or ())
         logprobs.setdefault(index, []).extend(part.token_logprobs or ())
         for version, count in part.version_spans or ():
@@ -40,7 +45,7 @@ def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
     return [
         Choice(
             index=index,
-            message=AssistantMessage(content=text[index]),
+            message=AssistantMessage(content=text[index], tool_calls=calls.get(index)),
             finish_reason=ends[index],
             token_ids=ids[index],
             token_logprobs=logprobs[index],
@@ -53,8 +58,12 @@ def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
 def stream_equals_whole(session: Session) -> None:
     """A streamed completion equals the unstreamed completion with the same seed."""
     whole = session.chat(n=3, seed=9).choices
-    streamed = gathered(session.stream(n=3, seed=9))
-    assert len(streamed) == 3, f"n=3 must stream three choices, got {len(streamed)}"
+    check_streamed(gathered(session.stream(n=3, seed=9)), whole)
+
+
+def check_streamed(streamed: list[Choice], whole: list[Choice]) -> None:
+    """Fail unless the gathered choices of a stream equal those of the unstreamed answer to the same request."""
+    assert len(streamed) == len(whole), f"n={len(whole)} must stream {len(whole)} choices, got {len(streamed)}"
     for one, two in zip(whole, streamed, strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)

@@ -6,9 +6,7 @@ Its weights are a pure function of (layout, tag), so an engine that serves the s
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, final
@@ -19,7 +17,7 @@ import torch.distributed
 import xxhash
 
 from inference_contract import routes
-from inference_contract.conformance.session import Session
+from inference_contract.conformance.session import Session, succeeded
 from inference_contract.weights import ParameterSpec, WeightLayout
 
 dist: Any = torch.distributed
@@ -59,8 +57,7 @@ def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> t
 
 def digest(data: torch.Tensor) -> str:
     """Return the contract's digest of these bytes."""
-    bytes_: Any = data.numpy()
-    return xxhash.xxh3_128(bytes_).hexdigest()
+    return xxhash.xxh3_128(data.numpy().tobytes()).hexdigest()
 
 
 def _listening_store(host: str) -> tuple[Any, int]:
@@ -108,19 +105,10 @@ class KitTrainer:
         """Form a new group with the next generation; return the engine's answer."""
         self.leave()
         self.generation += 1
-        answer: list[httpx.Response] = []
-        thread = threading.Thread(
-            target=lambda: answer.append(
-                self._session.post(routes.INIT_PROCESS_GROUP, self.join_request(self.generation))
-            )
-        )
-        thread.start()
-        try:
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(self._session.post, routes.INIT_PROCESS_GROUP, self.join_request(self.generation))
             self._group = self._joined(self.generation)
-        finally:
-            thread.join(self._session.timeout_s)
-        assert answer, "POST /init_process_group must answer once both ranks have joined"
-        return answer[0]
+            return answer.result()
 
     def form_and_abandon(self) -> httpx.Response:
         """Have the engine join a group that never completes, then close the store; return the engine's answer."""
@@ -135,8 +123,7 @@ class KitTrainer:
     def formed(self) -> None:
         """Form a group unless one exists."""
         if self._group is None:
-            answer = self.form()
-            assert answer.status_code == 200, f"joining must answer 200, got {answer.status_code}: {answer.text[:300]}"
+            succeeded(self.form())
 
     def leave(self) -> None:
         """Leave the group; an engine that waits in a broadcast notices immediately."""
@@ -181,26 +168,32 @@ class KitTrainer:
         self.version += 1
         return self.version
 
-    def publish(self, version: int, *, tag: int, before_commit: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Run a whole update with the weights of `tag`; every phase must succeed. Return the answer to COMMIT."""
-        return self.publish_bytes(version, weights(self.layout, tag), before_commit=before_commit)
+    def weights(self, tag: int) -> torch.Tensor:
+        """Return the weights of `tag` in the engine's layout, as bytes."""
+        return weights(self.layout, tag)
 
-    def publish_bytes(
-        self, version: int, data: torch.Tensor, *, before_commit: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        """Run a whole update with these bytes, in the engine's layout; return the answer to COMMIT."""
+    def digest(self, tag: int) -> str:
+        """Return the digest of `weights(tag)`."""
+        return digest(self.weights(tag))
+
+    def publish(self, data: int | torch.Tensor) -> int:
+        """Broadcast an update with these bytes, or with the weights of this tag; return its version."""
+        data = self.weights(data) if isinstance(data, int) else data
         self.formed()
+        version = self.next_version()
         self.accepted(self.update("prepare", version), "prepared")
         self.broadcast(data)
-        before_commit()
-        return self.accepted(self.update("commit", version, digest=digest(data)), "committed")
+        self.committed(version, digest=digest(data))
+        return version
+
+    def committed(self, version: int, **fields: Any) -> None:
+        """Send COMMIT; fail unless the answer says that the version is served."""
+        answer = self.accepted(self.update("commit", version, **fields), "committed")
+        assert (answer["epoch"], answer["version"]) == (self.epoch, version), "COMMIT must name the version served"
 
     @staticmethod
     def accepted(response: httpx.Response, status: str) -> dict[str, Any]:
         """Return the JSON of the response; fail unless it is a 200 with the given `status`."""
-        assert response.status_code == 200, (
-            f"/request_weight_update must answer 200 {status}, got {response.status_code}: {response.text[:300]}"
-        )
-        answer: dict[str, Any] = response.json()
+        answer: dict[str, Any] = succeeded(response)
         assert answer["status"] == status, f"the phase must end {status!r}, got {answer['status']!r}"
         return answer

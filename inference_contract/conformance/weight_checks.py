@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,7 +63,7 @@ def lower_generation_is_refused(session: Session) -> None:
     trainer.formed()
     older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
     refused(older, 409, code="stale_generation")
-    trainer.publish(trainer.next_version(), tag=1)
+    trainer.publish(1)
 
 
 def higher_generation_replaces(session: Session) -> None:
@@ -70,7 +71,7 @@ def higher_generation_replaces(session: Session) -> None:
     trainer = kit_trainer(session)
     trainer.formed()
     succeeded(trainer.form())
-    trainer.publish(trainer.next_version(), tag=2)
+    trainer.publish(2)
 
 
 def join_fails_when_rendezvous_closes(session: Session) -> None:
@@ -82,7 +83,7 @@ def join_fails_when_rendezvous_closes(session: Session) -> None:
     took_s = time.monotonic() - began
     assert error["code"] in ("peer_lost", "deadline_exceeded", "stale_generation"), f"got the code {error['code']!r}"
     assert took_s < session.timeout_s / 4, f"a join whose rendezvous is closed must fail at once, took {took_s:.1f} s"
-    trainer.publish(trainer.next_version(), tag=36)
+    trainer.publish(36)
 
 
 # --- an update ---------------------------------------------------------------------------------------------------
@@ -91,40 +92,58 @@ def join_fails_when_rendezvous_closes(session: Session) -> None:
 def update_is_served(session: Session) -> None:
     """After COMMIT the new version is served, and the same bytes give the same samples again."""
     trainer = kit_trainer(session)
-    trainer.publish(trainer.next_version(), tag=3)
+    check_served(session, trainer.publish)
+    assert session.card().digest == trainer.digest(3), "/v1/models must carry the digest that was committed"
+
+
+def check_served(session: Session, update: Callable[[int], int]) -> None:
+    """Fail unless `update` serves the weights of a tag, under the version that it returns."""
+    update(3)
     before = session.greedy()
-    version = trainer.next_version()
-    answer = trainer.publish(version, tag=4)
-    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
+    version = update(4)
+    served = kit_trainer(session).epoch, version
     card, health = session.card(), session.health()
-    assert (card.epoch, card.model_version) == (trainer.epoch, version), "/v1/models must name the new version"
-    assert (health.epoch, health.model_version) == (trainer.epoch, version), "/health must name the new version"
-    assert card.digest == answer["digest"], "/v1/models must carry the digest that was committed"
+    assert (card.epoch, card.model_version) == served, "/v1/models must name the new version"
+    assert (health.epoch, health.model_version) == served, "/health must name the new version"
     assert session.greedy()[1] != before[1], "other weights must give other log-probs: the update had no effect"
     for choice in session.chat(n=2).choices:
         check_columns(choice, versions={version})
-    trainer.publish(trainer.next_version(), tag=3)
+    update(3)
     assert session.greedy() == before, "the same bytes again must give the same greedy sample and log-probs"
+
+
+@contextmanager
+def old_weights_stay(session: Session, update: Callable[[int], int], *, tag: int, when: str) -> Iterator[int]:
+    """Yield a version whose update is to fail in the `with` block; `update` serves a tag and returns the version.
+
+    Fail unless the weights of `tag` are served after the block, and the next update takes effect.
+    """
+    serving, before = update(tag), session.greedy()
+    yield kit_trainer(session).next_version()
+    assert session.card().model_version == serving, f"{when} the old version must serve"
+    assert session.greedy() == before, f"{when} the old weights must serve: greedy output changed"
+    update(tag + 1)
+    assert session.greedy()[1] != before[1], f"{when} the next update must take effect"
 
 
 def layout_id_is_enough(session: Session) -> None:
     """An engine that knows a layout accepts its id, and rejects an unknown id."""
     trainer = kit_trainer(session)
-    trainer.publish(trainer.next_version(), tag=5)
+    trainer.publish(5)
     version = trainer.next_version()
     error = refused(trainer.update("prepare", version, layout_id="0" * 32), 400, 409, 422)
     assert "layout" in str(error["param"]), f"param must be layout_id, got {error['param']!r}"
     trainer.accepted(trainer.update("prepare", version, layout_id=trainer.layout.layout_id), "prepared")
-    _send_and_commit(session, version, tag=6)
+    trainer.broadcast(trainer.weights(6))
+    trainer.committed(version, digest=trainer.digest(6))
 
 
 def same_version_is_a_no_op(session: Session) -> None:
     """PREPARE and COMMIT of the served version change nothing and need no broadcast."""
     trainer = kit_trainer(session)
-    version = trainer.next_version()
-    served = trainer.publish(version, tag=7)
+    version = trainer.publish(7)
     trainer.accepted(trainer.update("prepare", version), "already_serving")
-    trainer.accepted(trainer.update("commit", version, digest=served["digest"]), "already_serving")
+    trainer.accepted(trainer.update("commit", version, digest=trainer.digest(7)), "already_serving")
 
 
 def prepare_is_idempotent(session: Session) -> None:
@@ -135,14 +154,14 @@ def prepare_is_idempotent(session: Session) -> None:
     trainer.accepted(trainer.update("prepare", version), "prepared")
     trainer.accepted(trainer.update("prepare", version), "prepared")
     refused(trainer.update("prepare", trainer.next_version()), 409, code="update_in_progress")
-    _send_and_commit(session, version, tag=8)
+    trainer.broadcast(trainer.weights(8))
+    trainer.committed(version, digest=trainer.digest(8))
 
 
 def older_version_is_refused(session: Session) -> None:
     """A version older than the served one is rejected, and so is an older epoch."""
     trainer = kit_trainer(session)
-    version = trainer.next_version()
-    trainer.publish(version, tag=9)
+    version = trainer.publish(9)
     refused(trainer.update("prepare", version - 1), 409, code="stale_version")
     refused(trainer.update("prepare", version + 5, epoch=trainer.epoch - 1), 409, code="stale_version")
     assert session.card().model_version == version, "a rejected update must change nothing"
@@ -152,7 +171,6 @@ def wrong_layout_is_refused(session: Session) -> None:
     """Missing, unknown, reordered and reshaped parameters, and unsupported dtypes, are rejected by name."""
     trainer = kit_trainer(session)
     trainer.formed()
-    version = trainer.next_version()
     rows: list[dict[str, Any]] = trainer.layout.model_dump(mode="json")["parameters"]
     first, rest = rows[0], rows[1:]
     other = next(dtype for dtype in DType if dtype != first["dtype"] and dtype not in session.card().converts)
@@ -165,12 +183,12 @@ def wrong_layout_is_refused(session: Session) -> None:
     if rest:
         wrong |= {"a missing parameter": rest, "another order": [rest[0], first, *rest[1:]]}
     for what, parameters in wrong.items():
-        response = trainer.update("prepare", version, layout={"parameters": parameters})
+        response = trainer.update("prepare", trainer.version + 1, layout={"parameters": parameters})
         assert response.status_code == 422, f"{what} must be refused with 422, got {response.status_code}"
         error = refused(response, 422, code="layout_mismatch")
         names = [row["name"] for row in [*rows, *parameters]]
         assert any(name in error["message"] for name in names), f"{what}: the message must name the parameter"
-    trainer.publish(version, tag=10)
+    trainer.publish(10)
 
 
 def converted_dtype_is_served(session: Session) -> None:
@@ -189,11 +207,11 @@ def converted_dtype_is_served(session: Session) -> None:
         version = trainer.next_version()
         trainer.accepted(trainer.update("prepare", version, layout=wire.model_dump(mode="json")), "prepared")
         trainer.broadcast(data, layout=wire)
-        trainer.accepted(trainer.update("commit", version, digest=digest(data)), "committed")
+        trainer.committed(version, digest=digest(data))
         served, sampled = session.card(), session.greedy()
         assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of the bytes sent"
         assert served.layout == card.layout, "the layout must describe the engine's weights, not the update"
-        trainer.publish_bytes(trainer.next_version(), converted(data, wire, card.layout))
+        trainer.publish(converted(data, wire, card.layout))
         assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to nearest"
 
 
@@ -207,46 +225,35 @@ def commit_needs_prepare(session: Session) -> None:
 
 def wrong_digest_is_refused(session: Session) -> None:
     """Bytes that do not match the digest leave the old weights in service, and the next update works."""
-    from inference_contract.conformance.trainer import weights
-
     trainer = kit_trainer(session)
-    serving = trainer.next_version()
-    trainer.publish(serving, tag=11)
-    before, version = session.greedy(), trainer.next_version()
-    trainer.accepted(trainer.update("prepare", version), "prepared")
-    trainer.broadcast(weights(trainer.layout, 12))
-    refused(trainer.update("commit", version, digest="f" * 32), 502, code="digest_mismatch")
-    assert session.card().model_version == serving, "after a wrong digest the old version must serve"
-    assert session.greedy() == before, "after a wrong digest the old weights must serve: greedy output changed"
-    trainer.publish(trainer.next_version(), tag=12)
-    assert session.greedy()[1] != before[1], "the update after a wrong digest must take effect"
+    with old_weights_stay(session, trainer.publish, tag=11, when="after a wrong digest") as version:
+        trainer.accepted(trainer.update("prepare", version), "prepared")
+        trainer.broadcast(trainer.weights(12))
+        refused(trainer.update("commit", version, digest="f" * 32), 502, code="digest_mismatch")
 
 
 def abort_leaves_old_weights(session: Session) -> None:
     """An aborted update keeps the old weights; after a new join the next update works."""
     trainer = kit_trainer(session)
-    serving = trainer.next_version()
-    trainer.publish(serving, tag=13)
-    before, version = session.greedy(), trainer.next_version()
-    trainer.accepted(trainer.update("prepare", version), "prepared")
-    trainer.accepted(trainer.update("abort", version), "aborted")
-    trainer.leave()
-    assert session.card().model_version == serving, "after an abort the old version must serve"
-    assert session.greedy() == before, "after an abort the old weights must serve"
-    trainer.publish(trainer.next_version(), tag=14)
+    with old_weights_stay(session, trainer.publish, tag=13, when="after an abort") as version:
+        trainer.accepted(trainer.update("prepare", version), "prepared")
+        trainer.accepted(trainer.update("abort", version), "aborted")
+        trainer.leave()
 
 
 def lost_trainer_leaves_old_weights(session: Session) -> None:
     """The engine keeps serving when the trainer dies during a broadcast, and can be updated again."""
     trainer = kit_trainer(session)
-    trainer.publish(trainer.next_version(), tag=15)
-    before, version = session.greedy(), trainer.next_version()
-    trainer.accepted(trainer.update("prepare", version), "prepared")
-    trainer.leave()
-    error = refused(trainer.update("commit", version, digest="0" * 32), 502, 504, 409)
+    with old_weights_stay(session, trainer.publish, tag=15, when="after a lost trainer") as version:
+        trainer.accepted(trainer.update("prepare", version), "prepared")
+        trainer.leave()
+        check_lost(trainer.update("commit", version, digest="0" * 32))
+
+
+def check_lost(response: httpx.Response) -> None:
+    """Fail unless the response is an error that a lost peer can cause."""
+    error = refused(response, 502, 504, 409)
     assert error["code"] in ("peer_lost", "deadline_exceeded", "not_prepared"), f"got the code {error['code']!r}"
-    assert session.greedy() == before, "after a lost trainer the old weights must serve"
-    trainer.publish(trainer.next_version(), tag=16)
 
 
 # --- in flight ---------------------------------------------------------------------------------------------------
@@ -254,7 +261,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 def update_in_flight(session: Session) -> None:
     """Sampling continues during an update, and a stream's spans name the version that sampled each token."""
-    for update in _updates_under_load(session, session.streamed):
+    for update in _broadcasts_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
     raise NotOffered(_NONE_OPEN)
@@ -262,7 +269,7 @@ def update_in_flight(session: Session) -> None:
 
 def update_during_whole_answer(session: Session) -> None:
     """An unstreamed answer that was being sampled during an update has spans of both versions."""
-    for update in _updates_under_load(session, session.completed):
+    for update in _broadcasts_under_load(session, session.completed):
         if update.spans_are_right(update.whole_choices()):
             return
     raise NotOffered(_NONE_OPEN)
@@ -270,7 +277,7 @@ def update_during_whole_answer(session: Session) -> None:
 
 def abort_on_update_ends_samples(session: Session) -> None:
     """With on_update=abort running samples end with `abort`, and one version sampled all tokens of each."""
-    for update in _updates_under_load(session, session.completed, on_update="abort"):
+    for update in _broadcasts_under_load(session, session.completed, on_update="abort"):
         aborted = 0
         for choice in update.whole_choices():
             aborted += choice.finish_reason == "abort"
@@ -285,7 +292,7 @@ def abort_on_update_ends_samples(session: Session) -> None:
 def drain_finishes_running_samples(session: Session) -> None:
     """With on_update=drain running samples finish with the old weights and are not cut short."""
     drained = 0
-    for update in _updates_under_load(session, session.completed, length=_DRAINED_TOKENS, on_update="drain"):
+    for update in _broadcasts_under_load(session, session.completed, length=_DRAINED_TOKENS, on_update="drain"):
         choices = update.whole_choices()
         crossed = update.spans_are_right(choices)
         assert not crossed, "with on_update=drain a sample must be of one version, spans name both"
@@ -339,37 +346,47 @@ class LoadedUpdate:
         return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 
-def _updates_under_load(
-    session: Session, ask: Callable[..., httpx.Response], *, length: int = 256, on_update: str = "continue"
+def updates_under_load(
+    session: Session,
+    ask: Callable[..., httpx.Response],
+    prepare: Callable[[], tuple[int, int]],
+    send: Callable[[int], None],
+    *,
+    length: int = 256,
+    **commit: Any,
 ) -> Iterator[LoadedUpdate]:
-    """Yield updates made while samples of up to `length` tokens are in flight, until the session's timeout."""
+    """Yield updates made while samples of up to `length` tokens are in flight, until the session's timeout.
+
+    `prepare` returns the version served and the next one. `send(version)` sends the next one's bytes under load, before
+    COMMIT, which has the fields `commit`.
+    """
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(length, session.card().context_length // 2)
     while time.monotonic() < deadline:
-        old = trainer.next_version()
-        trainer.publish(old, tag=17)
-        new = trainer.next_version()
-        trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
+        old, new = prepare()
         with Load(session, lambda seed: ask(n=16, max_tokens=length, seed=seed)) as load:
-            announced = _sent(session, tag=18)
+            send(new)
             before_commit = load.sampled()
-            trainer.accepted(trainer.update("commit", new, digest=announced, on_update=on_update), "committed")
+            trainer.committed(new, **commit)
             committed = load.sampled()
         yield LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
 
 
-def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
+def _broadcasts_under_load(
+    session: Session, ask: Callable[..., httpx.Response], *, length: int = 256, on_update: str = "continue"
+) -> Iterator[LoadedUpdate]:
     trainer = kit_trainer(session)
-    trainer.accepted(trainer.update("commit", version, digest=_sent(session, tag=tag)), "committed")
 
+    def prepare() -> tuple[int, int]:
+        old, new = trainer.publish(17), trainer.next_version()
+        trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
+        return old, new
 
-def _sent(session: Session, *, tag: int) -> str:
-    from inference_contract.conformance.trainer import digest, weights
+    def send(_: int) -> None:
+        trainer.broadcast(trainer.weights(18))
 
-    trainer = kit_trainer(session)
-    data = weights(trainer.layout, tag)
-    trainer.broadcast(data)
-    return digest(data)
+    commit = {"digest": trainer.digest(18), "on_update": on_update}
+    return updates_under_load(session, ask, prepare, send, length=length, **commit)
 
 
 CHECKS = (

@@ -12,17 +12,15 @@ that passes them. The first test's expected output differs from its input, so a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from pipelinerl import rng
-from pipelinerl.data.prompts import NO_PROMPTS, Prompts
-from pipelinerl.data.source import Draft, SourceRequest, Split, digest_of, split_of, split_of_digest, to_problem
+from pipelinerl.data.source import Draft, ShuffledEpochs, SourceRequest, Split, split_of, split_of_text, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
@@ -35,12 +33,16 @@ NUM_ENTRIES: Final = 2**31 - 1
 Parameters = TypeVar("Parameters")
 
 
-def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
-    """Convert the parameters of a built-in generator to the struct `kind`. Raises `RecipeError` if one is invalid."""
+def _refuse_argument(request: SourceRequest, source: str) -> None:
     if request.argument:
         raise RecipeError(
             f"{request.where}.source must be {source} without an argument, got {source}:{request.argument}"
         )
+
+
+def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
+    """Convert the parameters of a built-in generator to the struct `kind`. Raises `RecipeError` if one is invalid."""
+    _refuse_argument(request, source)
     try:
         return msgspec.convert(dict(request.parameters), kind)
     except msgspec.ValidationError as error:
@@ -56,129 +58,92 @@ class GeneratedSource:
     """
 
     def __init__(
-        self,
-        draw: Callable[[int], Draft],
-        *,
-        domain: str,
-        split: Split,
-        seed: int,
-        pattern: re.Pattern[str] | None = None,
-        prompts: Prompts = NO_PROMPTS,
+        self, draw: Callable[[int], Draft], request: SourceRequest, *, pattern: re.Pattern[str] | None = None
     ) -> None:
         self._draw = draw
-        self._domain = domain
-        self._split = split
-        self._seed = seed
+        self._request = request
         self._pattern = pattern
-        self._prompts = prompts
         # Validation and held-out problems must be distinct, so they are enumerated in order and cached.
-        self._distinct: dict[tuple[Message, ...], Problem] = {}
-        self._in_order: list[Problem] = []
+        self._seen: set[tuple[Message, ...]] = set()
+        self._in_order: list[Draft] = []
         self._tried = 0
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` if the generator has too few problems of the split."""
-        if self._split is Split.TRAIN:
-            return self._prompts.dress(self._fitting(index))
-        while len(self._in_order) <= index:
-            self._append_distinct()
-        return self._prompts.dress(self._in_order[index])
+        request = self._request
+        if request.split is Split.TRAIN:
+            draft = self._fitting(index)
+        else:
+            while len(self._in_order) <= index:
+                self._add_distinct()
+            draft = self._in_order[index]
+        return request.prompts.dress(to_problem(draft, request.domain))
 
-    def _fitting(self, index: int) -> Problem:
+    def _fitting(self, index: int) -> Draft:
         for attempt in range(_MAX_DRAWS):
-            draft = self._draw(rng.key(self._seed, self._split, index, attempt))
+            draft = self._drawn(index, attempt)
             if self._fits(draft):
-                return to_problem(draft, self._domain)
+                return draft
         raise RecipeError(
-            f"domains.{self._domain}: none of {_MAX_DRAWS} problems fitted the {self._split} split; "
+            f"{self._request.where}: none of {_MAX_DRAWS} problems fitted the {self._request.split} split; "
             "widen the parameters or answer_pattern"
         )
 
-    def _append_distinct(self) -> None:
+    def _add_distinct(self) -> None:
         for _ in range(_MAX_DRAWS):
-            draft = self._draw(rng.key(self._seed, self._split, self._tried))
+            draft = self._drawn(self._tried)
             self._tried += 1
-            if self._fits(draft) and draft.messages not in self._distinct:
-                problem = to_problem(draft, self._domain)
-                self._distinct[draft.messages] = problem
-                self._in_order.append(problem)
+            if self._fits(draft) and draft.messages not in self._seen:
+                self._seen.add(draft.messages)
+                self._in_order.append(draft)
                 return
         raise RecipeError(
-            f"domains.{self._domain}: the {self._split} split seems to hold only {len(self._in_order)} distinct "
+            f"{self._request.where}: the {self._request.split} split seems to hold only {len(self._in_order)} distinct "
             "problems; lower evaluation.problems, or widen the parameters"
         )
 
+    def _drawn(self, *place: int) -> Draft:
+        return self._draw(rng.key(self._request.seed, self._request.split, *place))
+
     def _fits(self, draft: Draft) -> bool:
-        right_split = split_of(draft.messages) is self._split
+        right_split = split_of(draft.messages) is self._request.split
         return right_split and (self._pattern is None or self._pattern.fullmatch(draft.ground_truth) is not None)
 
 
 def open_addition(request: SourceRequest) -> GeneratedSource:
-    """Open the source `addition`."""
-    if request.argument:
-        raise RecipeError(
-            f"{request.where}.source must be addition without an argument, got addition:{request.argument}"
-        )
-    return _generated(request, lambda own: addition_drafts(own, where=request.where))
-
-
-def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
-    """Open the source `reasoning_gym:<task>`."""
-    if not request.argument:
-        raise RecipeError(f"{request.where}.source must be reasoning_gym:<task>, got no task")
-    return _generated(request, lambda own: reasoning_gym_drafts(request.argument, own, where=request.where))
-
-
-def _generated(
-    request: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]
-) -> GeneratedSource:
-    """Build a generator's source. The whole answer must match the regular expression `answer_pattern`, if given."""
-    own = dict(request.parameters)
-    answer_pattern = own.pop("answer_pattern", None)
-    try:
-        pattern = None if answer_pattern is None else re.compile(answer_pattern)
-    except (re.error, TypeError) as error:
-        raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
-    return GeneratedSource(
-        drafts(own),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        pattern=pattern,
-        prompts=request.prompts,
-    )
-
-
-def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return a function that draws additions such as `12+345=` → `357`, with up to `max_digits` digits."""
-    unknown = set(parameters) - {"max_digits"}
+    """Open the source `addition`: additions such as `12+345=` → `357`, with up to `max_digits` digits."""
+    _refuse_argument(request, "addition")
+    parameters, pattern = _without_pattern(request)
     max_digits = parameters.get("max_digits", 3)
-    if unknown or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
-        raise RecipeError(f"{where}.parameters takes max_digits, 1 to 18, got {dict(parameters)!r}")
+    if parameters.keys() - {"max_digits"} or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
+        raise RecipeError(f"{request.where}.parameters takes max_digits, 1 to 18, got {parameters!r}")
 
     def draw(key: int) -> Draft:
         noise = rng.generator(key, "addition")
         a, b = (int(noise.integers(10 ** int(noise.integers(1, max_digits + 1)))) for _ in range(2))
         return Draft(messages=(Message("user", f"{a}+{b}="),), ground_truth=str(a + b), metadata={})
 
-    return draw
+    return GeneratedSource(draw, request, pattern=pattern)
 
 
-def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return a function that draws problems of a reasoning-gym task.
+def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
+    """Open the source `reasoning_gym:<task>`.
 
     A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
     Raises `RecipeError` if the library is not installed, or rejects the task or a parameter.
     """
-    reserved = {"seed", "size"} & set(parameters)
-    if reserved:
+    task, where = request.argument, request.where
+    if not task:
+        raise RecipeError(f"{where}.source must be reasoning_gym:<task>, got no task")
+    parameters, pattern = _without_pattern(request)
+    if reserved := {"seed", "size"} & parameters.keys():
         raise RecipeError(f"{where}.parameters must not set {', '.join(sorted(reserved))}: the run's seed decides")
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
     except ModuleNotFoundError:
         raise RecipeError(f"{where}.source needs reasoning_gym, which is not installed; pip install it") from None
     except (ValueError, TypeError, AssertionError) as error:
-        raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from None
+        raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {parameters!r}: {error}") from None
 
     def draw(key: int) -> Draft:
         index = key % NUM_ENTRIES
@@ -186,10 +151,20 @@ def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str
         return Draft(
             messages=(Message("user", entry["question"]),),
             ground_truth=str(entry["answer"]),
-            metadata={"task": task, "parameters": dict(parameters), "index": index},
+            metadata={"task": task, "parameters": parameters, "index": index},
         )
 
-    return draw
+    return GeneratedSource(draw, request, pattern=pattern)
+
+
+def _without_pattern(request: SourceRequest) -> tuple[dict[str, Any], re.Pattern[str] | None]:
+    """Return the other parameters, and the regular expression `answer_pattern`, which whole answers must match."""
+    parameters = dict(request.parameters)
+    answer_pattern = parameters.pop("answer_pattern", None)
+    try:
+        return parameters, None if answer_pattern is None else re.compile(answer_pattern)
+    except (re.error, TypeError) as error:
+        raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
 
 
 _REQUEST: Final = "Write a program that reads a number x and prints {}."
@@ -226,33 +201,27 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def open_programs(request: SourceRequest) -> GeneratedSource:
     """Open the source `programs`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="programs")
-    return GeneratedSource(
-        lambda key: _drawn(parameters, key),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        prompts=request.prompts,
-    )
+    return GeneratedSource(lambda key: _drawn(parameters, key), request)
 
 
 def _drawn(parameters: _Parameters, key: int) -> Draft:
     noise = rng.generator(key, "programs")
     count = 1 + int(noise.integers(parameters.operations))
-    steps = [_step(noise, parameters.max_number) for _ in range(count)]
+    steps = [
+        (_OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(parameters.max_number - 1)))
+        for _ in range(count)
+    ]
     words, code = "x", "x"
     for place, (operation, number) in enumerate(steps):
         words = operation.words.format(f"({words})" if place else words, number)
         code = operation.code.format(f"({code})" if place else code, number)
+    tests = [{"input": f"{x}\n", "output": f"{_result(steps, x)}\n"} for x in _inputs(noise, steps, parameters)]
     return Draft(
         messages=(Message("user", _REQUEST.format(words)),),
         ground_truth=_PROGRAM.format(code),
-        metadata={"tests": [_test(steps, number) for number in _inputs(noise, steps, parameters)]},
+        metadata={"tests": tests},
         tags=(f"operations={count}",),
     )
-
-
-def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]:
-    return _OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(max_number - 1))
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
@@ -262,10 +231,6 @@ def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], par
     tried = (*range(inputs[0], top), *range(inputs[0]))
     inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
     return inputs
-
-
-def _test(steps: list[tuple[_Operation, int]], number: int) -> Mapping[str, str]:
-    return {"input": f"{number}\n", "output": f"{_result(steps, number)}\n"}
 
 
 def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
@@ -296,30 +261,18 @@ class NumberedSource:
     def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
         self._numbers = numbers
         self._request = request
-        of_split = [each for each in range(numbers.count) if split_of_digest(_digest_of(each)) is request.split]
+        of_split = [each for each in range(numbers.count) if split_of_text(str(each)) is request.split]
         if not of_split:
             raise RecipeError(
                 f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
             )
-        self._chosen = np.array(of_split, np.int64)
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # latest epoch's number and order of tasks
+        self._tasks = ShuffledEpochs(
+            np.array(of_split), request, name="numbered", what="tasks", remedy="raise parameters.count"
+        )
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
-        request, (epoch, place) = self._request, divmod(index, len(self._chosen))
-        if epoch and request.split is not Split.TRAIN:
-            raise RecipeError(
-                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; lower "
-                "evaluation.problems, or raise parameters.count"
-            )
-        if self._order[0] != epoch:
-            noise = rng.generator(request.seed, "numbered", request.split, epoch)
-            self._order = (epoch, noise.permutation(self._chosen))
-        number = int(self._order[1][place])
+        request, number = self._request, self._tasks.item(index)
         message = Message("user", self._numbers.prompt or f"Task {number}")
         draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
         return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
-
-
-def _digest_of(number: int) -> int:
-    return int.from_bytes(digest_of(str(number)), "little")

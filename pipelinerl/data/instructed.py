@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -29,9 +29,6 @@ from pipelinerl.types import Message
 
 #: Number of instruction sets tried for a problem; some sets are contradictory.
 _TRIES: Final = 200
-
-
-DEFAULT_SENTENCES: Final = 3
 
 
 TOPICS: Final = (
@@ -167,7 +164,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
     """Scale of the instructions' numbers: level 5 requires about five times as many words or points as level 1."""
-    sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
+    sentences: Annotated[int, Meta(ge=1, le=15)] = 3
     """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
     topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
@@ -184,13 +181,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def open_instructions(request: SourceRequest) -> GeneratedSource:
     """Open the source `instructions`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="instructions")
-    return GeneratedSource(
-        lambda key: _drawn(parameters, key, where=request.where),
-        domain=request.domain,
-        split=request.split,
-        seed=request.seed,
-        prompts=request.prompts,
-    )
+    return GeneratedSource(lambda key: _drawn(parameters, key, where=request.where), request)
 
 
 def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
@@ -201,15 +192,14 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         instructions = _composed(parameters, noise, request)
         answer = None
         if len(instructions) >= parameters.min_instructions:
-            answer = answer_following(instructions, topic, noise, sentences=parameters.sentences)
+            answer = _answer_following(instructions, topic, noise, parameters.sentences)
         if answer is not None:
-            metadata = {
-                "instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
-            }
+            text = "\n".join([request, *(each.sentence for each in instructions)])
+            described = [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
             return Draft(
-                messages=(Message("user", "\n".join([request, *(each.sentence for each in instructions)])),),
+                messages=(Message("user", text),),
                 ground_truth=answer,
-                metadata=metadata,
+                metadata={"instructions": described},
                 tags=(f"instructions={len(instructions)}",),
             )
     raise RecipeError(
@@ -241,25 +231,14 @@ _SENTENCES: Final = (
 _PLACES: Final = ("name", "place", "date", "address", "number", "title", "city", "friend", "time", "color")
 #: For each rare letter, a word that contains it and can be added to an answer.
 _HOLDERS: Final = {
-    "j": "joy",
-    "k": "kind",
-    "q": "quiet",
-    "v": "river",
-    "w": "water",
-    "x": "box",
-    "y": "day",
-    "z": "zoo",
-}
+    "j": "joy", "k": "kind", "q": "quiet", "v": "river", "w": "water", "x": "box", "y": "day", "z": "zoo",
+}  # fmt: skip
 #: Numbers of sentences that are tried if an answer of the requested length does not follow all instructions.
 _OTHER_LENGTHS: Final = (1, 2)
 
 
-def answer_following(
-    instructions: Sequence[NamedInstruction],
-    topic: str,
-    noise: np.random.Generator,
-    *,
-    sentences: int = DEFAULT_SENTENCES,
+def _answer_following(
+    instructions: Sequence[NamedInstruction], topic: str, noise: np.random.Generator, sentences: int
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
@@ -282,7 +261,8 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     wanted = by_kind.get(counts.NumberOfSentences)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         count = max(count, wanted.num_sentences)
-    sentences = _lengthened([_sentence(order, place) for place in range(count)], by_kind, order)
+    sentences = [text[0].upper() + text[1:] for text in islice(cycle(order), count)]
+    sentences = _lengthened(sentences, by_kind, order)
     match layout:
         case counts.NumberOfParagraphs():
             return "\n***\n".join(_shared_out(sentences, layout.num_paragraphs))
@@ -311,13 +291,9 @@ _PARTS: Final[dict[type, Any]] = {
 }
 
 
-def _sentence(order: Sequence[str], place: int) -> str:
-    return _capitalized(order[place % len(order)])
-
-
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
     """Append the required words to the last sentence as clauses, which keeps the number of sentences."""
-    clauses = list(_clauses(by_kind, " ".join(sentences)))
+    clauses = _clauses(by_kind, " ".join(sentences))
     wanted = by_kind.get(counts.NumberOfWords)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
         have, place = len(words(" ".join(sentences))), len(sentences)
@@ -373,7 +349,3 @@ def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
     if wording.AllLowercase in by_kind:
         text = text.lower()
     return f'"{text}"' if wording.QuotationMarks in by_kind else text
-
-
-def _capitalized(text: str) -> str:
-    return text[0].upper() + text[1:]

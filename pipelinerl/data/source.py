@@ -10,12 +10,14 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl import rng
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
+from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
 
@@ -90,9 +92,46 @@ def are_of(digests: NDArray[np.uint64], splits: Collection[Split]) -> NDArray[np
     return wanted[digests % np.uint64(_BUCKETS)]
 
 
+def split_of_text(text: str) -> Split:
+    """Return the split of the problem that this text identifies."""
+    return split_of_digest(int.from_bytes(digest_of(text), "little"))
+
+
 def split_of(messages: Sequence[Message]) -> Split:
     """Return the split of the problem with this conversation."""
-    return split_of_digest(int.from_bytes(digest_of(text_of(messages)), "little"))
+    return split_of_text(text_of(messages))
+
+
+@final
+class ShuffledEpochs:
+    """A split's items [M] in epochs, each shuffled differently. Validation and held-out splits have only one epoch.
+
+    `name` selects the random numbers. `what` and `remedy` are parts of the error past the end of the only epoch.
+    """
+
+    def __init__(self, items: NDArray[np.int64], request: SourceRequest, *, name: str, what: str, remedy: str) -> None:
+        self._items = items
+        self._request = request
+        self._name = name
+        self._what = what
+        self._remedy = remedy
+        self._order: tuple[int, NDArray[np.int64]] = (-1, items)  # number of the latest epoch, and its order of items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def item(self, index: int) -> int:
+        """Return item `index`. Raises `RecipeError` past the end of the only epoch."""
+        request, (epoch, place) = self._request, divmod(index, len(self._items))
+        if epoch and request.split is not Split.TRAIN:
+            raise RecipeError(
+                f"{request.where}: the {request.split} split holds {len(self._items)} {self._what}; lower "
+                f"evaluation.problems, or {self._remedy}"
+            )
+        if self._order[0] != epoch:
+            noise = rng.generator(request.seed, self._name, request.split, epoch)
+            self._order = (epoch, noise.permutation(self._items))
+        return int(self._order[1][place])
 
 
 def to_problem(draft: Draft, domain: str, *, name: str = "") -> Problem:

@@ -42,8 +42,6 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Matches an answer's thinking up to its closing tag; some templates put the opening tag into the prompt.
-_THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
 #: Matches the beginning of a malformed tool call in any format. Parsed calls are no longer in an answer's text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: Parameters of an agent's request that the `PromptOrder` overrides; they are dropped and counted.
@@ -55,7 +53,7 @@ _SAMPLING: Final = frozenset(
 )  # fmt: skip
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 #: Fields of an engine's request that only the gateway may set.
-_OURS: Final = frozenset(
+_GATEWAY_FIELDS: Final = frozenset(
     {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
 )
 
@@ -235,10 +233,10 @@ class Episode:
         if self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
             self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
             raise EpisodeOver(f"this episode is over: {self.over}")
-        asked = self._validated(body)
-        tools_key = _key_of_tools(asked)
+        from_agent = self._validated(body)
+        tools_key = _key_of_tools(from_agent)
         hasher, known, first_new = hashlib.blake2b(agent.encode() + tools_key, digest_size=16), None, 0
-        messages = list(asked.messages or ())
+        messages = list(from_agent.messages or ())
         for place, message in enumerate(messages):
             _hash_message(hasher, message)
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
@@ -254,7 +252,9 @@ class Episode:
         continues = {}
         if known is not None and self.limits.history is History.EXACT:
             continues = {"continue_token_ids": tokens.tolist(), "continue_from": first_new}
-        request = asked.model_copy(update={"messages": messages, **self._sampling(asked, agent, number), **continues})
+        request = from_agent.model_copy(
+            update={"messages": messages, **self._sampling(from_agent, agent, number), **continues}
+        )
         return PlannedTurn(
             agent=agent,
             number=number,
@@ -297,12 +297,12 @@ class Episode:
             new_segment=segment,
         )
         self._numbers[planned.agent] += 1
-        said = choice.message
-        self.recognise(planned, said, turn)
+        message = choice.message
+        self.recognise(planned, message, turn)
         if planned.tools_key:
             self.calls.offered = True
-            self.calls.parsed += len(said.tool_calls or ())
-            self.calls.malformed += len(_CALL.findall(said.content))
+            self.calls.parsed += len(message.tool_calls or ())
+            self.calls.malformed += len(_CALL.findall(message.content))
         if planned.trains:
             self._note_abandoned(turn, planned)
             self._turns.append(turn)
@@ -323,7 +323,7 @@ class Episode:
         return self.limits.turn_tokens or self.order.sampling.max_tokens
 
     def _validated(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
-        if ours := sorted(body.keys() & _OURS):
+        if ours := sorted(body.keys() & _GATEWAY_FIELDS):
             raise InvalidRequest(f"{ours[0]}: the gateway sets it; leave it out", param=ours[0])
         if body.get("n") not in (None, 1):
             raise InvalidRequest("n: an agent reads one answer at a time; leave it out", param="n")
@@ -332,26 +332,26 @@ class Episode:
         self.overridden.update(name for name in body.keys() & _SAMPLING if body[name] is not None)
         left_out = _SAMPLING | {"stream", "stream_options", "model"}
         try:
-            asked = ChatCompletionRequest.model_validate({k: v for k, v in body.items() if k not in left_out})
+            from_agent = ChatCompletionRequest.model_validate({k: v for k, v in body.items() if k not in left_out})
         except ValidationError as error:
             raise _invalid(error) from None
-        if not asked.messages:
+        if not from_agent.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        return asked
+        return from_agent
 
-    def _sampling(self, asked: ChatCompletionRequest, agent: str, number: int) -> dict[str, Any]:
+    def _sampling(self, from_agent: ChatCompletionRequest, agent: str, number: int) -> dict[str, Any]:
         order, sampling = self.order, self.order.sampling
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "max_tokens": min(self._turn_tokens, asked.token_limit or self._turn_tokens),
+            "max_tokens": min(self._turn_tokens, from_agent.token_limit or self._turn_tokens),
             "max_completion_tokens": None,
-            "stop": [*sampling.stop, *asked.stop_strings] or None,
+            "stop": [*sampling.stop, *from_agent.stop_strings] or None,
             "seed": rng.key(order.seed, "turn", self.sample, agent, number),
             "return_token_ids": True,
             "priority": Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
-            "chat_template_kwargs": {**order.chat_template_kwargs, **asked.chat_template_kwargs},
+            "chat_template_kwargs": {**order.chat_template_kwargs, **from_agent.chat_template_kwargs},
         }
 
     def _reason(self, planned: PlannedTurn) -> NewSegment:
@@ -389,8 +389,9 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
     """
     parts = [message.role, message.content]
     if message.role == "assistant":
+        _, tag, rest = message.content.partition("</think>")  # some templates put the opening tag into the prompt
         calls = [call.id for call in message.tool_calls or ()]
-        parts = [message.role, *(calls or [_without_thinking(message.content).strip()])]
+        parts = [message.role, *(calls or [(rest if tag else message.content).strip()])]
     elif message.tool_call_id is not None:
         parts.append(message.tool_call_id)
     for part in parts:
@@ -398,14 +399,10 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
         hasher.update(len(data).to_bytes(8, "little") + data)
 
 
-def _without_thinking(text: str) -> str:
-    return _THINKING.sub("", text) if "</think>" in text else text
-
-
-def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
-    if not asked.tools or asked.tool_choice == "none":
+def _key_of_tools(from_agent: ChatCompletionRequest) -> bytes:
+    if not from_agent.tools or from_agent.tool_choice == "none":
         return b""
-    described = [tool.model_dump(mode="json") for tool in asked.tools]
+    described = [tool.model_dump(mode="json") for tool in from_agent.tools]
     return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).digest()
 
 

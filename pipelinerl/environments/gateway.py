@@ -22,10 +22,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inference_contract import routes
@@ -40,6 +42,7 @@ from pipelinerl.system.http_service import guard, listen, refused_body, serving,
 
 #: Function that samples one turn. Raises `ContractError` or `PipelineError` if no engine can do it.
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
+T = TypeVar("T")
 
 _LOOPBACK: Final = "127.0.0.1"
 #: HTTP status if no engine could answer: one that clients do not retry, since the engine pool has already retried.
@@ -51,10 +54,6 @@ _END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
 log = logging.getLogger("pipelinerl")
-
-
-class _Gone(Exception):
-    """The agent closed its connection before its answer was ready."""
 
 
 @final
@@ -115,52 +114,55 @@ class Gateway:
         if scope["type"] != "http":
             return
         try:
-            opened, agent, path = self._found(scope)
-            if scope["method"] == "GET" and path == routes.MODELS:
-                await _send(send, 200, {"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
-            elif scope["method"] != "POST":
-                raise _not_found(f"{scope['method']} {path}")
-            elif path == routes.CHAT_COMPLETIONS:
-                await _unless_gone(self._turn(opened, agent, await _body(receive), send), receive)
-            elif path == "/reward":
-                _reward(opened.episode, agent, await _body(receive))
-                await _send(send, 200, {})
-            else:
-                raise _not_found(f"POST {path}")
-        except ContractError as error:
-            status = error.status if error.status < 500 else _NO_ENGINE
-            await _send(send, status, error.to_wire())
-        except HTTPException as error:
-            await refused_body(error)(scope, receive, send)
-        except _Gone:
+            try:
+                response = await self._response(Request(scope, receive))
+            except ContractError as error:
+                response = _json(error.to_wire(), error.status if error.status < 500 else _NO_ENGINE)
+            except HTTPException as error:
+                response = refused_body(error)
+            await response(scope, receive, send)
+        except ClientDisconnect:
             log.debug("an agent left before its answer")
         except asyncio.CancelledError:
             if not self._is_closing:
                 raise
 
-    def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
-        path = str(scope["path"])
+    async def _response(self, request: Request) -> Response:
+        opened, agent, path = self._addressee(request)
+        match request.method, path:
+            case "GET", routes.MODELS:
+                return _json({"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
+            case "POST", routes.CHAT_COMPLETIONS:
+                body = await _body(request)
+                completion = await _unless_gone(_completed(opened, agent, body), request.receive)
+                if body.get("stream"):
+                    return _stream(completion, body)
+                return _json(_openai(completion, "chat.completion", "message"))
+            case "POST", "/reward":
+                _reward(opened.episode, agent, await _body(request))
+                return _json({})
+        raise _NotFound(f"{request.method} {path}")
+
+    def _addressee(self, request: Request) -> tuple[OpenEpisode, str, str]:
+        """Return the episode and the agent to which a request belongs, and the path of OpenAI's API."""
+        path = str(request.scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
             agent, _, rest = rest.partition("/")
             path = f"/{rest}"
         else:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            secret, agent = given.decode("latin-1").rpartition(" ")[2], _MAIN
+            secret, agent = request.headers.get("authorization", "").rpartition(" ")[2], _MAIN
         opened = self._episodes.get(secret)
         if opened is None or not hmac.compare_digest(opened.episode.secret, secret):
-            raise _not_found(_ENDED)
+            raise _NotFound(_ENDED)
         return opened, agent or _MAIN, path
 
-    async def _turn(self, opened: OpenEpisode, agent: str, body: Mapping[str, Any], send: Send) -> None:
-        if opened.tools is None or agent.startswith(UNTRAINED):
-            completion, _, _ = await _sampled(opened, agent, body)
-        else:
-            completion = await _sampled_with_tools(opened, opened.tools, agent, body)
-        if body.get("stream"):
-            await _stream(send, completion, body)
-        else:
-            await _send(send, 200, _openai(completion, "chat.completion", "message"))
+
+async def _completed(opened: OpenEpisode, agent: str, body: Mapping[str, Any]) -> ChatCompletion:
+    if opened.tools is not None and not agent.startswith(UNTRAINED):
+        return await _sampled_with_tools(opened, opened.tools, agent, body)
+    completion, _, _ = await _sampled(opened, agent, body)
+    return completion
 
 
 async def _sampled(
@@ -193,10 +195,10 @@ async def _sampled_with_tools(
     own = body.get("tools") or ()
     names = names_of(own)
     request = {**body, "tools": tools.offered_with(own)}
-    asked: PlannedTurn | None = None
+    original: PlannedTurn | None = None
     while True:
-        completion, planned, turn = await _sampled(opened, agent, request, asked)
-        asked = asked or planned
+        completion, planned, turn = await _sampled(opened, agent, request, original)
+        original = original or planned
         message = completion.choices[0].message
         calls = [call for call in message.tool_calls or () if call.function.name not in names]
         results = await _results(opened, tools, calls, ", ".join(sorted(names)))
@@ -211,7 +213,7 @@ async def _sampled_with_tools(
         turn.results = results
         left = [call for call in message.tool_calls or () if call.function.name in names]
         shown = message.model_copy(update={"tool_calls": left or None})
-        opened.episode.recognise(asked, shown, turn)
+        opened.episode.recognise(original, shown, turn)
         choice = completion.choices[0].model_copy(update={"message": shown})
         return completion.model_copy(update={"choices": [choice]})
 
@@ -241,10 +243,6 @@ def _reward(episode: Episode, agent: str, body: Mapping[str, Any]) -> None:
     turn.reward += value
 
 
-def _not_found(message: str) -> ContractError:
-    return _NotFound(message)
-
-
 @final
 class _NotFound(InvalidRequest):
     status = 404
@@ -272,27 +270,24 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
     }
 
 
-async def _stream(send: Send, completion: ChatCompletion, body: Mapping[str, Any]) -> None:
+def _stream(completion: ChatCompletion, body: Mapping[str, Any]) -> Response:
     chunk = _openai(completion, "chat.completion.chunk", "delta")
     usage = chunk.pop("usage")
     events = [chunk]
     if (body.get("stream_options") or {}).get("include_usage"):
         events.append({**chunk, "choices": [], "usage": usage})
     data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-    await _send_bytes(send, 200, data, b"text/event-stream")
+    return Response(data, media_type="text/event-stream")
 
 
-async def _body(receive: Receive) -> Mapping[str, Any]:
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Gone
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            break
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    # Unlike `JSONResponse`, `json.dumps` escapes lone surrogates, which an agent's request may contain.
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(b"".join(chunks) or b"{}")
+        body = json.loads(await request.body() or b"{}")
     except ValueError:
         body = None
     if not isinstance(body, dict):
@@ -300,26 +295,17 @@ async def _body(receive: Receive) -> Mapping[str, Any]:
     return body
 
 
-async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
+async def _unless_gone(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`; cancel `work` and raise `ClientDisconnect` if the client disconnects before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _Gone
-        task.result()
+            raise ClientDisconnect
+        return task.result()
     finally:
         gone.cancel()
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def _send(send: Send, status: int, body: Mapping[str, Any]) -> None:
-    await _send_bytes(send, status, json.dumps(body).encode(), b"application/json")
-
-
-async def _send_bytes(send: Send, status: int, data: bytes, media_type: bytes) -> None:
-    headers = [(b"content-type", media_type), (b"content-length", str(len(data)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})

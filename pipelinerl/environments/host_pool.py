@@ -31,7 +31,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.environments.environment import VERIFIERS, Task
-from pipelinerl.environments.episode_host import LONGEST_LINE
+from pipelinerl.environments.verifiers_host import LONGEST_LINE
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end

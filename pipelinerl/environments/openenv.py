@@ -131,10 +131,6 @@ class OpenEnv:
             observed = await session.step(actions.of(answer.content))
         except ValueError as error:
             return [_user(f"error: {error}")], nothing
-        except ServerRefused as error:
-            if error.code != _INVALID:
-                raise
-            return [_user(f"error: {error}")], nothing
         return [_user(self._text(observed.observation))], observed
 
     async def _called(
@@ -150,9 +146,7 @@ class OpenEnv:
                 )
                 content = _result_of(observed.observation) or self._text(observed.observation)
                 rewards += observed.reward or 0.0
-            except (ValueError, ServerRefused) as error:
-                if isinstance(error, ServerRefused) and error.code != _INVALID:
-                    raise
+            except ValueError as error:
                 content = f"error: {error}"
             replies.append({"role": "tool", "tool_call_id": call["id"], "content": content})
             if observed.done:
@@ -238,12 +232,20 @@ class OpenEnvSession:
         self._url = url
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Send an action and return the observation. Raises the errors of `exchange`."""
-        return await self.exchange("step", action)
+        """Send an action and return the observation.
+
+        Raises `ValueError` for an action that the server calls invalid, and the other errors of `exchange`.
+        """
+        try:
+            return await self.exchange("step", action)
+        except ServerRefused as error:
+            if error.code == _INVALID:
+                raise ValueError(str(error)) from None
+            raise
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools of an MCP server in OpenAI's form."""
-        observed = await self.step({"type": "list_tools"})
+        observed = await self.exchange("step", {"type": "list_tools"})
         return [
             {
                 "type": "function",

@@ -1,8 +1,8 @@
 """An episode host for a taskset of the library verifiers: `PYTHON verifiers_host.py TASKSET OPTIONS`.
 
 The script runs in a Python environment that has verifiers and not pipelinerl, so it imports nothing of ours. It speaks
-the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's rubric scores an
-episode: its reward is the sum of the rewards of the traces whose agents train.
+the protocol of `episode_host.py`, which uses `serve` too. A task's number in the taskset is `metadata["index"]`. The
+taskset's rubric scores an episode: its reward is the sum of the rewards of the traces whose agents train.
 
 If an environment has several agents, each calls the gateway under the name of its role. An agent does not train if
 OPTIONS say so (`judge = { trains = false }`) or the environment marks it as not trainable.
@@ -25,9 +25,11 @@ import ssl
 import sys
 import traceback
 import types
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-_LONGEST_LINE = 2**26
+#: Maximum size in bytes of a line on the socket.
+LONGEST_LINE = 2**26
 #: Timeout in seconds for one request; it is never reached, since the episode's deadline is earlier.
 _LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
@@ -38,8 +40,7 @@ _UNTRAINED, _MAIN = "untrained-", "main"
 
 def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
-    connection = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    connection = take_connection()
     # A judge of verifiers opens a client for each call. Reading the trusted certificates takes most of that time.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
@@ -116,33 +117,52 @@ def _name_agents(environment: Any, trains: dict[str, bool]) -> None:
 
 
 async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
+    async def play(order: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await _played(environment, tasks, order)
+        except Exception as error:  # the library and the taskset may raise anything
+            return {"how": "raised", "reason": _described(error)}
+
+    async with environment.serving():
+        await serve(connection, play)
+
+
+def take_connection() -> socket.socket:
+    """Return the socket that is this process's standard input, and replace the input by an empty one."""
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return connection
+
+
+async def serve(connection: socket.socket, play: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> None:
+    """Report readiness, and play the episodes that are requested until the socket closes; cancel the rest.
+
+    `play` is called with the request, and returns the fields of the message about the episode's end.
+    """
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     running: dict[str, asyncio.Task[None]] = {}
 
-    def tell(**fields: Any) -> None:
+    def send(**fields: Any) -> None:
         writer.write(json.dumps(fields).encode() + b"\n")
 
     async def run(order: dict[str, Any]) -> None:
         try:
-            ended = await _played(environment, tasks, order)
+            ended = await play(order)
         except asyncio.CancelledError:
             ended = {"how": "cancelled", "reason": "cancelled"}
-        except Exception as error:  # the library and the taskset may raise anything
-            ended = {"how": "raised", "reason": _described(error)}
-        tell(ended=order["begin"], **ended)
+        send(ended=order["begin"], **ended)
 
-    async with environment.serving():
-        tell(ready=True)
-        while line := await reader.readline():
-            order = json.loads(line)
-            if "cancel" in order:
-                if task := running.get(order["cancel"]):
-                    task.cancel()
-                continue
-            task = running[order["begin"]] = asyncio.create_task(run(order))
-            task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
-        for task in running.values():
-            task.cancel()
+    send(ready=True)
+    while line := await reader.readline():
+        order = json.loads(line)
+        if "cancel" in order:
+            if task := running.get(order["cancel"]):
+                task.cancel()
+            continue
+        task = running[order["begin"]] = asyncio.create_task(run(order))
+        task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
+    for task in running.values():
+        task.cancel()
 
 
 async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -166,10 +186,8 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
     if any("episode_over" in error.message or "context_length" in error.message for error in errors):
         return {"how": "over", "reason": "a limit of the episode was reached before the taskset could score it"}
     if errors:
-        return {
-            "how": "raised",
-            "reason": f"{_place(errors[-1].traceback or '')}{errors[-1].type}: {errors[-1].message}",
-        }
+        last = errors[-1]
+        return {"how": "raised", "reason": f"{_place(last.traceback or '')}{last.type}: {last.message}"}
     return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))}
 
 

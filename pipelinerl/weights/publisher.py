@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.errors import ReachedNoEngine, UpdateError
@@ -17,6 +17,9 @@ from trainer_contract.types import ParameterInfo
 #: Function that returns an iterator over (name, full parameter) in layout order. Each attempt to send calls it, since
 #: an iterator can be consumed only once.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
+
+#: Maximum number of failed engines that an error lists with their reasons.
+_LISTED: Final = 8
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
@@ -42,6 +45,11 @@ class Publication:
     membership: int
     on_update: OnUpdate = OnUpdate.CONTINUE
     timeout_s: float = 120.0
+
+    @property
+    def name(self) -> str:
+        """The version for messages: `1.57`."""
+        return f"{self.epoch}.{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +92,14 @@ class PublicationProgress:
     """State of a running publication: the engines that remain to be served, and the outcome for all other engines.
 
     Attributes:
-        deadline: on the clock of `time.monotonic`, as `began` is.
+        began: on the clock of `time.monotonic`.
         broke: True if a broadcast of this publication has already failed.
         raised: True if the generation was raised above that of another group, which engines had joined.
     """
 
     publication: Publication
-    targets: list[str]
-    deadline: float
-    began: float
+    targets: list[str] = field(init=False)
+    began: float = field(default_factory=time.monotonic)
     send_s: float = 0.0
     digest: str = ""
     broke: bool = False
@@ -101,6 +108,14 @@ class PublicationProgress:
     failed: dict[str, str] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)
     blameless: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.targets = list(dict.fromkeys(self.publication.engines))
+
+    @property
+    def deadline(self) -> float:
+        """End of the publication's timeout, on the clock of `time.monotonic`."""
+        return self.began + self.publication.timeout_s
 
     @property
     def remaining_s(self) -> float:
@@ -113,7 +128,18 @@ class PublicationProgress:
         self.targets = [url for url in self.targets if url not in failures]
 
     def report(self) -> PublishReport:
-        """Return the outcome of the publication so far."""
+        """Return the outcome. Raises ReachedNoEngine, with reasons, if all engines of the publication failed."""
+        permanent = frozenset(self.permanent & self.failed.keys())
+        blameless = frozenset(self.blameless & self.failed.keys())
+        if self.publication.engines and not self.pauses_s:
+            reasons = [f"{url} {reason}" for url, reason in self.failed.items()]
+            more = [f"and {len(reasons) - _LISTED} more"] if len(reasons) > _LISTED else []
+            raise ReachedNoEngine(
+                f"weights {self.publication.name} reached no engine: {'; '.join([*reasons[:_LISTED], *more])}",
+                failed=self.failed,
+                permanent=permanent,
+                blameless=blameless,
+            )
         return PublishReport(
             version=self.publication.version,
             epoch=self.publication.epoch,
@@ -122,8 +148,8 @@ class PublicationProgress:
             total_s=time.monotonic() - self.began,
             pauses_s=self.pauses_s,
             failed=self.failed,
-            permanent=frozenset(self.permanent & self.failed.keys()),
-            blameless=frozenset(self.blameless & self.failed.keys()),
+            permanent=permanent,
+            blameless=blameless,
         )
 
 

@@ -42,7 +42,7 @@ RETIRED = {
     "Seating": "EndpointFactory",
     "keep_seats": "serve_endpoints",
     "Landing": "ReceiveBuffer",
-    "Road": "ShardTransport",
+    "Road": "fetch",
     "pour": "write_shards",
     "Arrival": "IncomingUpdate",
     "Dialect": "ServerApi",

@@ -22,32 +22,32 @@ def test_reference_answer_of_every_generated_problem_follows_its_instructions(
     level: int, fewest: int, most: int
 ) -> None:
     for problem in problems(120, level=level, min_instructions=fewest, max_instructions=most):
-        asked = instructions_of(problem.metadata)
-        assert all(followed(asked, problem.ground_truth)), problem
-        assert fewest <= len(asked) <= most and problem.tags == (f"instructions={len(asked)}",)
-        for each in asked:
+        instructions = instructions_of(problem.metadata)
+        assert all(followed(instructions, problem.ground_truth)), problem
+        assert fewest <= len(instructions) <= most and problem.tags == (f"instructions={len(instructions)}",)
+        for each in instructions:
             assert each.sentence in problem.messages[-1].content
-        assert not any(followed(asked, "")) and len({each.id for each in asked}) == len(asked)
+        assert not any(followed(instructions, "")) and len({each.id for each in instructions}) == len(instructions)
 
 
 def test_reference_answers_have_the_configured_length() -> None:
     kinds = ["punctuation:no_comma"]
     for sentences in (1, 4):
-        found = [problem.ground_truth for problem in problems(40, sentences=sentences, kinds=kinds)]
-        assert {text.count(".") for text in found} == {sentences}
+        texts = [problem.ground_truth for problem in problems(40, sentences=sentences, kinds=kinds)]
+        assert {text.count(".") for text in texts} == {sentences}
     assert problems(40, kinds=kinds) == problems(40, kinds=kinds, sentences=3)
 
 
 def test_every_kind_of_instruction_occurs_except_response_language() -> None:
-    found = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
-    assert found == CATALOGUE.keys() - {"language:response_language"}
+    kinds = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
+    assert kinds == CATALOGUE.keys() - {"language:response_language"}
 
 
 def test_instruction_problems_depend_on_seed_and_index_and_splits_are_disjoint() -> None:
     assert problems(50) == problems(50) != problems(50, seed=1)
     by_split = [{problem.messages for problem in problems(60, split=split)} for split in Split]
     assert len(set.union(*by_split)) == sum(map(len, by_split))
-    assert len(by_split[2]) == 60, "held-out problems are distinct"
+    assert len(by_split[2]) == 60, "held-out problems must be distinct"
 
 
 def test_higher_difficulty_level_raises_the_numbers_that_instructions_require() -> None:

@@ -33,29 +33,31 @@ def test_domain_shares_are_kept_over_thousands_of_problems_and_within_each_step(
     weights: tuple[float, ...], size: int, seed: int
 ) -> None:
     """Each domain's share is within 1 % over each 1,000 problems, and off by less than one problem in each step."""
-    asked = dict(zip("abc", weights, strict=True))
-    drawn = names(mixture(asked, seed=seed), 10_000, Quota(0, size))
+    by_name = dict(zip("abc", weights, strict=True))
+    drawn = names(mixture(by_name, seed=seed), 10_000, Quota(0, size))
     for start in range(0, 10_000, 1000):
         counts = Counter(drawn[start : start + 1000])
-        for name, weight in asked.items():
+        for name, weight in by_name.items():
             assert abs(counts[name] / 1000 - weight / sum(weights)) <= 0.01
     for start in range(0, 10_000 - size + 1, size):
         counts = Counter(drawn[start : start + size])
-        for name, weight in asked.items():
+        for name, weight in by_name.items():
             share = size * weight / sum(weights)
             assert abs(counts[name] - share) < 1
-            assert not share.is_integer() or counts[name] == share, "a whole share is kept exactly"
+            assert not share.is_integer() or counts[name] == share, (
+                "a share that is a whole number must be kept exactly"
+            )
 
 
 def test_order_of_domains_within_a_step_is_shuffled_by_seed() -> None:
-    asked = {"a": 1.0, "b": 1.0}
-    drawn = names(mixture(asked), 4000, Quota(0, 8))
-    assert drawn == names(mixture(asked), 4000, Quota(0, 8))
-    assert drawn != names(mixture(asked, seed=1), 4000, Quota(0, 8))
-    made = mixture(asked)
+    equal = {"a": 1.0, "b": 1.0}
+    drawn = names(mixture(equal), 4000, Quota(0, 8))
+    assert drawn == names(mixture(equal), 4000, Quota(0, 8))
+    assert drawn != names(mixture(equal, seed=1), 4000, Quota(0, 8))
+    made = mixture(equal)
     assert [made.domain(index, None, Quota(0, 8)).name for index in reversed(range(4000))] == drawn[::-1]
     firsts = Counter(drawn[start] for start in range(0, 4000, 8))
-    assert 180 < firsts["a"] < 320, "no domain comes first in a step"
+    assert 180 < firsts["a"] < 320, "each domain must be first in about half of the steps"
 
 
 def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_domain() -> None:

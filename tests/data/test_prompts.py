@@ -80,7 +80,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def asked(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameters: Any) -> list[Problem]:
+def first_problems(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameters: Any) -> list[Problem]:
     opened = open_source(source, domain="d", split=split, seed=0, parameters=parameters, prompts=prompts)
     return [opened.problem(index) for index in range(3)]
 
@@ -97,10 +97,12 @@ def test_system_prompt_and_few_shot_examples_precede_the_problem() -> None:
 def test_prompt_settings_apply_to_any_source_and_keep_the_id_and_split_of_a_problem(source: str) -> None:
     prompts = Prompts(system="s", few_shot=SHOTS, template=Template("Think. {prompt}"))
     for split in Split:
-        for plain, dressed in zip(asked(source, Prompts(), split), asked(source, prompts, split), strict=True):
+        for plain, dressed in zip(
+            first_problems(source, Prompts(), split), first_problems(source, prompts, split), strict=True
+        ):
             (question,) = plain.messages
-            said = Message("user", f"Think. {question.content}")
-            assert dressed.messages == (Message("system", "s"), *SHOTS, said)
+            rendered = Message("user", f"Think. {question.content}")
+            assert dressed.messages == (Message("system", "s"), *SHOTS, rendered)
             assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
 
 
@@ -109,17 +111,17 @@ def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> Non
     with pytest.raises(
         RecipeError, match=r"a\.jsonl line \d+: prompt_template gives an empty prompt from the fields hint"
     ):
-        asked("files", Prompts(template=Template("{hint}")), path=path)
-    (problem, *_) = asked("files", Prompts(template=Template("say: {hint}")), path=path)
+        first_problems("files", Prompts(template=Template("{hint}")), path=path)
+    (problem, *_) = first_problems("files", Prompts(template=Template("say: {hint}")), path=path)
     assert problem.messages[-1].content == "say:  "
     with pytest.raises(RecipeError, match=r"d:[0-9a-f]+ has no question"):
-        asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
+        first_problems("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
 def test_prompt_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
-    (problem, *_) = asked("files", Prompts(system="s", template=template), path=path)
+    (problem, *_) = first_problems("files", Prompts(system="s", template=template), path=path)
     question = problem.messages[-1].content
     assert question.startswith("q") and question.endswith(": x y")
     assert problem.messages[0] == Message("system", "s")
@@ -129,7 +131,7 @@ def test_prompt_template_does_not_change_a_problems_split(tmp_path: Path) -> Non
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:
         plain, dressed = (
-            {p.problem_id for p in asked("files", Prompts(template=template), split, path=path)}
+            {p.problem_id for p in first_problems("files", Prompts(template=template), split, path=path)}
             for template in (None, Template("Say {prompt}"))
         )
         assert plain == dressed
@@ -137,7 +139,7 @@ def test_prompt_template_does_not_change_a_problems_split(tmp_path: Path) -> Non
 
 def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path: Path) -> None:
     rows = [{"left": i, "right": i, "answer": str(2 * i)} for i in range(40)]
-    (problem, *_) = asked(
+    (problem, *_) = first_problems(
         "files", Prompts(template=Template("{left}+{right}")), path=written(tmp_path / "a.jsonl", rows)
     )
     left, right = problem.messages[-1].content.split("+")
@@ -146,7 +148,7 @@ def test_prompt_template_may_write_the_whole_prompt_and_errors_name_row_and_fiel
     with pytest.raises(
         RecipeError, match=r'a\.jsonl line \d+: prompt_template: field "wrong" is missing; available: ans'
     ):
-        asked("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
+        first_problems("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
 
 
 def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) ->
         shots = (Message("user", text), Message("assistant", text))
         rows = [{"prompt": f"{text} {i}", "note": text, "answer": text} for i in range(20)]
         prompts = Prompts(system=text, few_shot=shots, template=Template("{prompt} {{}} " + text + " {note}"))
-        (problem, *_) = asked("files", prompts, path=written(tmp_path / "a.jsonl", rows))
+        (problem, *_) = first_problems("files", prompts, path=written(tmp_path / "a.jsonl", rows))
         assert text in problem.messages[-1].content
         return tokenizer.encode_chat(problem.messages)
 

@@ -43,18 +43,20 @@ def questions(opened: Any) -> set[str]:
 
 @pytest.mark.parametrize("function", [listed, generated])
 def test_problems_returned_by_a_users_function_are_split_by_hash(function: Callable[..., Any]) -> None:
-    found = [questions(source(function, split, count=60)) for split in Split]
-    assert set().union(*found) == {f"q{i}" for i in range(60)}
-    assert not any(one & other for one, other in itertools.combinations(found, 2))
+    splits = [questions(source(function, split, count=60)) for split in Split]
+    assert set().union(*splits) == {f"q{i}" for i in range(60)}
+    assert not any(one & other for one, other in itertools.combinations(splits, 2))
     problem = source(listed, tag="easy").problem(0)
     assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
 
 
 def test_users_function_with_a_split_parameter_is_called_once_per_split() -> None:
-    found = {split: questions(source(by_split, split)) for split in Split}
+    splits = {split: questions(source(by_split, split)) for split in Split}
     for split in Split:
-        assert {f"{split} {i}" for i in range(4)} <= found[split]
-    assert [split for split in Split if "both" in found[split]] == [Split.HELD_OUT], "what is held out comes first"
+        assert {f"{split} {i}" for i in range(4)} <= splits[split]
+    assert [split for split in Split if "both" in splits[split]] == [Split.HELD_OUT], (
+        "a question of several splits must stay in the held-out split"
+    )
     assert source(by_split).problem(0).ground_truth == "7"
 
 

@@ -85,13 +85,15 @@ def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call
     planned = of.plan("main", {"messages": [HELLO, back, result], "tools": tools})
     assert planned.parent is first and planned.request.messages is not None
     assert planned.request.messages[1].reasoning_content is None
-    assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, "other tools are another prompt"
+    assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, (
+        "a request with other tools must not continue the answer"
+    )
 
 
 def test_request_with_a_changed_history_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
-    second = turn(of, [HELLO, answer("never said"), user("more")], "b")
+    second = turn(of, [HELLO, answer("never sentence"), user("more")], "b")
     assert second.parent is None and second.new_segment is NewSegment.HISTORY_DIFFERS
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
@@ -169,7 +171,7 @@ def test_each_turn_of_a_random_episode_is_trained_in_exactly_one_segment() -> No
     rollout = made(of)
     assert len(rollout.segments) > 5
     trained = [number for segment in rollout.segments for number in segment.trained]
-    assert sorted(trained) == list(range(len(of.turns))), "each turn in one segment"
+    assert sorted(trained) == list(range(len(of.turns))), "each turn must be trained in one segment"
     for segment in rollout.segments:
         last = of.turns[segment.trained[-1]]
         tokens = [ids for each in segment.turns for ids in (each.context_token_ids, each.token_ids)]
@@ -247,7 +249,7 @@ def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_if_
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "sentence"),
     [
         ({"n": 2}, "n: an agent reads one answer"),
         ({"continue_token_ids": [1]}, "continue_token_ids: the gateway sets it"),
@@ -256,6 +258,6 @@ def test_episode_ends_if_an_answer_is_cut_at_the_recipes_token_limit_but_not_if_
         ({"messages": []}, "messages"),
     ],
 )
-def test_forbidden_fields_in_an_agents_request_are_rejected_by_name(body: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_forbidden_fields_in_an_agents_request_are_rejected_by_name(body: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
         episode().plan("main", {"messages": [HELLO], **body})

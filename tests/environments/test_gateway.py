@@ -33,7 +33,9 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
         yield episode
 
 
-async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
+async def reply(
+    url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object
+) -> ChatMessage:
     """Send `messages` to the gateway at `url` with OpenAI's client; return the assistant message of the response."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
@@ -43,10 +45,10 @@ async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "
 
 async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_the_api_key() -> None:
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
-        first = await said(episode.base_url(), temperature=0.3)
+        first = await reply(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"
         again = [*HELLO, first.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
-        second = await said(base, again, key=episode.episode.secret)
+        second = await reply(base, again, key=episode.episode.secret)
         assert (first.content, second.content) == ("a1", "a3")
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
@@ -64,7 +66,7 @@ async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_40
     async with opened(TalkingSampler()) as episode:
         ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
         with pytest.raises(openai.NotFoundError, match="has ended"):
-            await said(ended)
+            await reply(ended)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ async def test_gateway_reports_errors_with_http_statuses_that_clients_do_not_ret
     sampler = TalkingSampler(fail)
     async with opened(sampler) as episode:
         with pytest.raises(openai.APIStatusError) as refused:
-            await said(episode.base_url())
+            await reply(episode.base_url())
         assert refused.value.status_code == status and len(sampler.requests) == 1
         assert (episode.failure is error) == (status == 424)
 
@@ -90,7 +92,7 @@ async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded()
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:
-        asking = asyncio.create_task(said(episode.base_url()))
+        asking = asyncio.create_task(reply(episode.base_url()))
         while not sampler.requests:
             await asyncio.sleep(0.005)
         asking.cancel()
@@ -98,5 +100,5 @@ async def test_turn_of_a_client_that_disconnects_is_cancelled_and_not_recorded()
             await asyncio.sleep(0.005)
         assert not episode.episode.turns
         sampler.gate.set()
-        await said(episode.base_url())
+        await reply(episode.base_url())
         assert len(episode.episode.turns) == 1 and episode.episode.turns[0].number == 0

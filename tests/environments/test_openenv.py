@@ -125,10 +125,10 @@ class Server:
         self.taken += 1
         try:
             async for message in socket:
-                asked = json.loads(message.data) if message.type is WSMsgType.TEXT else {}
-                if asked.get("type") == "close":
+                received = json.loads(message.data) if message.type is WSMsgType.TEXT else {}
+                if received.get("type") == "close":
                     break
-                await socket.send_json(self.answer(asked["type"], asked["data"]))
+                await socket.send_json(self.answer(received["type"], received["data"]))
         finally:
             self.taken -= 1
         return socket
@@ -230,7 +230,7 @@ async def test_episodes_of_a_group_use_one_seed_and_run_one_after_another_on_a_s
     async with serving(server) as url:
         made = await played(url, lambda messages: "b", samples=3)
     assert [each.rollout.verdict.outcome for each in made] == [Outcome.CORRECT] * 3
-    assert len({asked["seed"] for asked in server.reset}) == 1 and server.refused
+    assert len({received["seed"] for received in server.reset}) == 1 and server.refused
 
 
 async def test_episode_waits_for_a_restarting_openenv_server() -> None:

@@ -156,9 +156,9 @@ async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_
 
     async def agent(client: EpisodeClient) -> None:
         first = await client.chat([HELLO], tools=[own])
-        (asked,) = first.tool_calls
-        assert asked["function"]["name"] == "add"
-        result = {"role": "tool", "tool_call_id": asked["id"], "content": "five"}
+        (own_call,) = first.tool_calls
+        assert own_call["function"]["name"] == "add"
+        result = {"role": "tool", "tool_call_id": own_call["id"], "content": "five"}
         await client.chat([HELLO, first, result], tools=[own])
 
     made = await played([call(text="ab") + call("add"), "AB"], agent=agent)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +25,7 @@ from pipelinerl.weights.parameter_server.server import ParameterServer, create_a
 from pipelinerl.weights.parameter_server.version_table import SnapshotStore, VersionTable
 from pipelinerl.weights.publisher import Publication
 from pipelinerl.weights.pull import PullOrder, Shard
+from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
 
@@ -105,6 +107,41 @@ def sharded(
         deadline=time.monotonic() + timeout_s,
         given_up=threading.Event(),
     )
+
+
+def pulled(pull: PullOrder, layout: WeightLayout = LAYOUT, *, by_memory: bool = True) -> NDArray[np.uint8]:
+    """Pull the whole version that `pull` orders, and return its bytes."""
+    into = np.zeros(layout.num_bytes, np.uint8)
+    assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(pull, into=into) == pull.digest
+    return into
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def state(url: str) -> dict[str, Any]:
+    """Return the state of a server, once it answers."""
+    deadline = soon()
+    while True:
+        try:
+            answer = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
+            return dict(answer.raise_for_status().json())
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.02)
+
+
+def held(url: str) -> list[tuple[int, int]]:
+    """Return the keys of the complete versions on a server."""
+    return [(version["epoch"], version["version"]) for version in state(url)["versions"] if version["digest"]]
+
+
+def wait_until_saved(url: str, key: tuple[int, int]) -> None:
+    deadline = soon()
+    while state(url)["saved"] != list(key):
+        assert time.monotonic() < deadline, f"{key} was not saved"
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ RECORDED = [
     for recorded in [json.loads(path.read_text())]
     for request in recorded["requests"]
 ]
-ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "1 + 2"}]
+CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "1 + 2"}]
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +68,45 @@ def test_recorded_requests_of_public_clients_are_served(url: str, body: dict[str
     if not body.get("stream"):
         assert ChatCompletion.model_validate_json(answer.content).choices[0].message.content
         return
-    come = list(chunks(answer, answer.text.splitlines()))
-    assert "".join(part.delta.content or "" for chunk in come for part in chunk.choices)
+    received = list(chunks(answer, answer.text.splitlines()))
+    assert "".join(part.delta.content or "" for chunk in received for part in chunk.choices)
     wants_usage = (body.get("stream_options") or {}).get("include_usage", False)
-    assert [chunk.usage is not None for chunk in come] == [False] * (len(come) - wants_usage) + [True] * wants_usage
+    has_usage = [chunk.usage is not None for chunk in received]
+    assert has_usage == [False] * (len(received) - wants_usage) + [True] * wants_usage
 
 
 def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
-    text = completions.create(model="m", messages=ASKED, seed=3, max_completion_tokens=20).choices[0].message.content
+    text = completions.create(model="m", messages=CHAT, seed=3, max_completion_tokens=20).choices[0].message.content
     assert text is not None and len(text) > 6
-    asked: dict[str, Any] = {"model": "m", "messages": ASKED, "seed": 3, "stop": text[4:6]}
-    whole = completions.create(**asked)
+    request: dict[str, Any] = {"model": "m", "messages": CHAT, "seed": 3, "stop": text[4:6]}
+    whole = completions.create(**request)
     assert whole.choices[0].message.content == text.split(text[4:6])[0]
-    streamed = list(completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    come = "".join(part.delta.content or "" for chunk in streamed for part in chunk.choices)
-    assert come == whole.choices[0].message.content
+    streamed = list(completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    received = "".join(part.delta.content or "" for chunk in streamed for part in chunk.choices)
+    assert received == whole.choices[0].message.content
     assert whole.usage is not None and streamed[-1].usage == whole.usage
     assert [chunk.usage for chunk in streamed[:-1]] == [None] * (len(streamed) - 1)
-    with completions.stream(**asked) as stream:
+    with completions.stream(**request) as stream:
         final = stream.get_final_completion()
-    assert final.choices[0].message.content == come
+    assert final.choices[0].message.content == received
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
 def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
-    first = completions.create(model="m", messages=ASKED, max_tokens=8, seed=1).choices[0].message
+    first = completions.create(model="m", messages=CHAT, max_tokens=8, seed=1).choices[0].message
     assert first.content is not None
     forms: list[Any] = [first, first.model_dump(), {"role": "assistant", "content": first.content}]
     answers = [
-        completions.create(model="m", messages=[*ASKED, form, *ASKED], max_tokens=8, seed=2).choices[0].message.content
+        completions.create(model="m", messages=[*CHAT, form, *CHAT], max_tokens=8, seed=2).choices[0].message.content
         for form in forms
     ]
     assert answers[0] == answers[1] == answers[2]
 
 
 def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(url: str) -> None:
-    plain = post(url, {"messages": ASKED, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
+    plain = post(url, {"messages": CHAT, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
     again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
     assert again["choices"] == plain["choices"] and again["prompt_token_ids"] == plain["prompt_token_ids"]
@@ -132,7 +133,7 @@ def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(u
 def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(
     url: str, fields: dict[str, Any], param: str
 ) -> None:
-    answer = post(url, {"messages": ASKED, "max_tokens": 2} | fields)
+    answer = post(url, {"messages": CHAT, "max_tokens": 2} | fields)
     assert answer.status_code == 400
     assert str(answer.json()["error"]["param"]).startswith(param)
     assert "image_url" not in answer.text

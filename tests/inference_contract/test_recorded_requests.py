@@ -72,10 +72,10 @@ def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_na
 
 
 def test_tool_descriptions_are_added_to_the_prompt_unless_tool_choice_is_none(client: httpx.Client) -> None:
-    asked = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
-    bare = {name: value for name, value in asked.items() if name != "tools"}
+    with_tools = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
+    bare = {name: value for name, value in with_tools.items() if name != "tools"}
     counts = [
         client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
-        for body in (bare, asked, asked | {"tool_choice": "none"})
+        for body in (bare, with_tools, with_tools | {"tool_choice": "none"})
     ]
     assert counts[1] > counts[0] + 20 and counts[2] == counts[0]

@@ -159,11 +159,11 @@ def test_weight_shards_are_balanced_and_consist_of_whole_buckets(
     layout = WeightLayout(parameters=tuple(rows))
     shards = layout.shards(count, bucket_bytes)
     assert len(shards) == count
-    covered = sorted(found for ranges in shards for found in ranges)
+    covered = sorted(held for ranges in shards for held in ranges)
     assert covered[0][0] == 0 and covered[-1][1] == layout.num_bytes
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
     for ranges in shards:
-        assert all(end < start for (_, end), (start, _) in itertools.pairwise(ranges)), "what touches is one range"
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(ranges)), "adjacent ranges must be merged"
     buckets = layout.buckets(bucket_bytes)
     edges = {start for start, _ in buckets} | {layout.num_bytes}
     assert all(start in edges and end in edges for start, end in covered)

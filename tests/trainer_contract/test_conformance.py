@@ -387,7 +387,7 @@ def test_broken_trainer_fails_the_conformance_check_for_its_fault(check, verbs, 
     results = run(TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
     failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
     assert check in failed
-    assert failed[check], "a failure gives its reason"
+    assert failed[check], "a failure must give its reason"
 
 
 def test_conformance_check_of_rollout_order_detects_a_trainer_that_drops_the_last_rollout(spec, tmp_path):
@@ -416,10 +416,6 @@ def doubled_norm(sound, *, learning_rate):
     return replace(stats, grad_norm=2 * stats.grad_norm)
 
 
-def never_clips(sound, spec):
-    return sound.init_worker(replace(spec, optimizer=replace(spec.optimizer, grad_clip=0.0)))
-
-
 def half_the_gradient(sound, *, learning_rate):
     return sound.optimizer_step(learning_rate=learning_rate / 2)
 
@@ -437,5 +433,5 @@ def test_conformance_kit_detects_broken_lora_trainers_from_their_losses(verbs, e
     """These checks read the loss and not the weights, so a trainer of all weights can stand in for one of adapters."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_matches_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
-    found = run(subject, directory=tmp_path, checks=checks)
-    assert {result.name for result in found if result.status is Status.FAILED} == expected
+    results = run(subject, directory=tmp_path, checks=checks)
+    assert {result.name for result in results if result.status is Status.FAILED} == expected

@@ -27,7 +27,8 @@ from trainer_contract.conformance.probes import (
     Learns,
     LinearObjective,
     TrainerUnderTest,
-    gradient_of,
+    check_small_step,
+    every_next_token,
     loss_decrease_is_clipped,
     loss_decrease_matches_the_gradient,
     norm_of,
@@ -43,11 +44,13 @@ from trainer_contract.conformance.probes import (
     weights_of,
 )
 from trainer_contract.conformance.step_checks import (
-    FORWARD_AT,
-    MEASURES,
-    VALUE_MEASURES,
     concurrent_reads_see_the_last_step,
     empty_steps_change_no_weight,
+    forward_at_has_no_side_effect,
+    forward_at_refuses_foreign_weights,
+    forward_at_uses_the_given_weights,
+    measures_match_the_distribution,
+    value_heads_have_no_distribution,
     values_belong_to_prior_states,
 )
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
@@ -55,8 +58,6 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-#: Largest vocabulary over which a check sums probabilities; the check packs one segment for each token of it.
-_MAX_SUMMED_VOCABULARY: Final = 8192
 
 
 class Status(StrEnum):
@@ -99,10 +100,8 @@ def run(
             status, reason = Status.FAILED, str(error)
         except Exception as error:  # the tested trainer may raise anything; any exception is a failure of the check
             where = traceback.extract_tb(error.__traceback__)[-1]
-            status, reason = (
-                Status.FAILED,
-                f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
-            )
+            place_of_error = f"{Path(where.filename).name}:{where.lineno}"
+            status, reason = Status.FAILED, f"{type(error).__name__}: {error} ({place_of_error})"
         results.append(TrainerCheckResult(check.__name__, promise, status, reason))
     return results
 
@@ -112,10 +111,7 @@ def run(
 
 def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """The probabilities of all next tokens sum to 1, and the temperature divides the logits once."""
-    if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
-        raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
-    trainer = started(subject)
-    continuations = [[1, token] for token in range(subject.vocab_size)]
+    continuations, trainer = every_next_token(subject), started(subject)
     plain = trainer.forward([pack(continuations)])[0][1::2].astype(np.float64)
     require_equal(np.exp(plain).sum(), 1.0, 1e-3, "the sum of all next tokens' probabilities")
     cooled = plain / 0.5
@@ -142,12 +138,8 @@ def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
     """A rollout has the same predictions alone and packed with others."""
     trainer, rollouts = warmed_up(subject), rollouts_of(subject.vocab_size)
     alone = np.concatenate([trainer.forward([pack([rollout])])[0] for rollout in rollouts])
-    require_equal(
-        trainer.forward([pack(rollouts)])[0],
-        alone,
-        _LOGPROB_TOLERANCE,
-        "packed predictions, compared with each rollout's alone",
-    )
+    packed = trainer.forward([pack(rollouts)])[0]
+    require_equal(packed, alone, _LOGPROB_TOLERANCE, "packed predictions, compared with each rollout's alone")
 
 
 def forward_is_causal(subject: TrainerUnderTest, _: Path) -> None:
@@ -197,24 +189,12 @@ def optional_columns_reach_the_objective(subject: TrainerUnderTest, _: Path) -> 
 
 def gradient_matches_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     """A small step along the gradient changes the loss as predicted, and `grad_norm` is the gradient's norm."""
-    trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
+    batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
     if subject.learns is Learns.ADAPTERS:
         loss_decrease_matches_the_gradient(subject, batch, LINEAR)
         return
-    before = weights_of(trainer)
-    loss = trainer.backward([batch], LINEAR)[0].loss
-    norm = trainer.optimizer_step(learning_rate=rate).grad_norm
-    moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
-    gradient = {name: gradient_of(step, rate) for name, step in moved.items()}
-    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, inferred from the weights")
-    predicted = sum(float((gradient[name] * step).sum()) for name, step in moved.items())
-    require(predicted > 0, "the first step changed no weight")
-    require_equal(
-        loss - trainer.backward([batch], LINEAR)[0].loss,
-        predicted,
-        0.1 * predicted,
-        "the fall of the loss after a small step",
-    )
+    step = check_small_step(subject, batch, LINEAR, rate=1e-2, what="a small step")
+    require_equal(norm_of(step.gradient), step.norm, 0.02 * step.norm, "the gradient's norm, inferred from the weights")
 
 
 def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
@@ -416,8 +396,10 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     segments_are_independent,
     forward_is_causal,
     forward_has_no_side_effect,
-    *FORWARD_AT,
-    *MEASURES,
+    forward_at_uses_the_given_weights,
+    forward_at_has_no_side_effect,
+    forward_at_refuses_foreign_weights,
+    measures_match_the_distribution,
     loss_matches_forward,
     optional_columns_reach_the_objective,
     gradient_matches_the_loss,
@@ -439,7 +421,7 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
 
 #: The checks of a trainer with a value head.
 VALUE_CHECKS: Final = (
-    *(check for check in CHECKS if check not in (forward_is_a_distribution, *MEASURES)),
-    *VALUE_MEASURES,
+    *(check for check in CHECKS if check not in (forward_is_a_distribution, measures_match_the_distribution)),
+    value_heads_have_no_distribution,
     values_belong_to_prior_states,
 )

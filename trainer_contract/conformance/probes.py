@@ -17,6 +17,9 @@ from trainer_contract.types import Columns, Head, MicroBatch, Objective, Optimiz
 
 Weights = dict[str, NDArray[np.float64]]
 
+#: Largest vocabulary over which a check sums probabilities; the check packs one segment for each token of it.
+_MAX_SUMMED_VOCABULARY: Final = 8192
+
 
 class CheckUnsupported(Exception):
     """Raised by a check that does not apply to this trainer."""
@@ -108,6 +111,13 @@ def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6))
     return [[(7 * i + 3 * t * t + t) % vocab_size for t in range(length)] for i, length in enumerate(lengths)]
 
 
+def every_next_token(subject: TrainerUnderTest) -> list[list[int]]:
+    """Return a rollout [1, token] for each token. Raises `CheckUnsupported` for a large vocabulary."""
+    if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
+        raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+    return [[1, token] for token in range(subject.vocab_size)]
+
+
 def weights_of(trainer: Trainer) -> Weights:
     """Return a copy of the gathered weights, in float64."""
     copies = {}
@@ -139,27 +149,43 @@ def warmed_up(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """One step: its loss, the reported norm, the new weights, and the gradient inferred from their change."""
+    """One step: its loss, the reported norm, the new weights, their decrease, and the gradient inferred from it."""
 
     loss: float
     norm: float
     weights: Weights
+    decrease: Weights
     gradient: Weights
 
 
-def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> ProbeStep:
+def stepped(
+    trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1, objective: Objective = LINEAR
+) -> ProbeStep:
     """Run one `backward` call on the batches, then one `optimizer_step`."""
     before = weights_of(trainer)
-    loss = sum(stats.loss for stats in trainer.backward(batches, LINEAR))
+    loss = sum(stats.loss for stats in trainer.backward(batches, objective))
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     after = weights_of(trainer)
-    return ProbeStep(loss, norm, after, {name: gradient_of(before[name] - after[name], rate) for name in after})
+    decrease = {name: before[name] - after[name] for name in after}
+    return ProbeStep(loss, norm, after, decrease, {name: _gradient_of(step / rate) for name, step in decrease.items()})
 
 
-def gradient_of(step: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
-    """Return the gradient g by inverting AdamW's first step with eps = 1: u = g / (|g| + 1), where u is the update."""
-    unit = step / rate
-    return np.asarray(unit / (1.0 - np.abs(unit)))
+def _gradient_of(update: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the gradient g by inverting AdamW's first update u with eps = 1: u = g / (|g| + 1)."""
+    return np.asarray(update / (1.0 - np.abs(update)))
+
+
+def check_small_step(
+    subject: TrainerUnderTest, batch: MicroBatch, objective: Objective, *, rate: float, what: str
+) -> ProbeStep:
+    """Fail unless a small step along the gradient reduces the loss as predicted; return the step."""
+    trainer = started(subject)
+    step = stepped(trainer, [batch], rate, objective)
+    predicted = sum(float((step.gradient[name] * decrease).sum()) for name, decrease in step.decrease.items())
+    require(predicted > 0, f"{what} changed no weight")
+    fall = step.loss - trainer.backward([batch], objective)[0].loss
+    require_equal(fall, predicted, 0.1 * predicted, f"the fall of the loss after {what}")
+    return step
 
 
 def norm_of(gradient: Weights) -> float:

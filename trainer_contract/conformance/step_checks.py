@@ -18,7 +18,8 @@ from trainer_contract.conformance.probes import (
     CheckUnsupported,
     Learns,
     TrainerUnderTest,
-    gradient_of,
+    check_small_step,
+    every_next_token,
     loss_decrease_matches_the_gradient,
     pack,
     require,
@@ -161,18 +162,9 @@ def forward_at_refuses_foreign_weights(subject: TrainerUnderTest, _: Path) -> No
     require(trainer.forward([batch])[0].tobytes() == before, "a refused forward_at left other weights behind")
 
 
-FORWARD_AT: Final = (
-    forward_at_uses_the_given_weights,
-    forward_at_has_no_side_effect,
-    forward_at_refuses_foreign_weights,
-)
-
-
 # --- measures of the output distribution, and their gradients ---------------------------------------------------------
 
 _MEASURE_TOLERANCE: Final = 1e-3
-#: Largest vocabulary over which a check sums probabilities; the check packs one segment for each token of it.
-_MAX_SUMMED: Final = 8192
 
 
 @final
@@ -185,26 +177,22 @@ class _Measuring:
         return frozenset({self.measure})
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return the scalar loss."""
         return -(columns[self.measure] * columns["weights"]).sum() + 0.0 * predictions.sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return d loss / d predictions in closed form, [T]."""
         return predictions * 0
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
-        """Return d loss / d measure in closed form, [T]."""
         return {self.measure: -(predictions * 0 + columns["weights"])}
 
 
 def measures_match_the_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """Mean log-prob and entropy match `forward` at each temperature, and a step along their gradient raises them."""
-    if subject.vocab_size > _MAX_SUMMED:
-        raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+    rollouts = every_next_token(subject)
     for temperature in (1.0, 0.5):
         for measure in HeadMeasure:
             trainer = started(subject)
-            every = pack([[1, token] for token in range(subject.vocab_size)], temperature=temperature)
+            every = pack(rollouts, temperature=temperature)
             logprobs = trainer.forward([every])[0][1::2].astype(np.float64)
             mean, entropy = float(logprobs.mean()), float(-(np.exp(logprobs) * logprobs).sum())
             expected = mean if measure is HeadMeasure.MEAN_LOGPROB else entropy
@@ -230,15 +218,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     require(norm > 0, f"{measure} has no gradient")
     # Choose a step that changes the loss enough to measure in fp32, and so little that the change is linear.
     rate = min(1e-2, 1e-3 * scale / norm**2)
-    trainer = started(subject)
-    before = weights_of(trainer)
-    loss = trainer.backward([batch], objective)[0].loss
-    trainer.optimizer_step(learning_rate=rate)
-    moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
-    predicted = sum(float((gradient_of(step, rate) * step).sum()) for step in moved.values())
-    require(predicted > 0, f"a step along {measure} changed no weight")
-    fall = loss - trainer.backward([batch], objective)[0].loss
-    require_equal(fall, predicted, 0.1 * predicted, f"the fall of −{measure} after a small step")
+    check_small_step(subject, batch, objective, rate=rate, what=f"a small step along {measure}")
 
 
 def value_heads_have_no_distribution(subject: TrainerUnderTest, _: Path) -> None:
@@ -247,7 +227,3 @@ def value_heads_have_no_distribution(subject: TrainerUnderTest, _: Path) -> None
     for measure in HeadMeasure:
         objective = _Measuring(measure)
         require_raises(SpecError, partial(trainer.backward, [batch], objective), f"backward with {measure}")
-
-
-MEASURES: Final = (measures_match_the_distribution,)
-VALUE_MEASURES: Final = (value_heads_have_no_distribution,)

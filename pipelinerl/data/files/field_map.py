@@ -70,10 +70,8 @@ class FieldMap:
     @property
     def fields(self) -> frozenset[str]:
         """Columns that must be read to build problems."""
-        names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
-        names.add(self.rate_field)
-        more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
-        return frozenset(name.partition(".")[0] for name in names | more if name) | self._of_template
+        more = {self.rate_field, *(self.metadata_fields or (_METADATA,)), *self.tag_fields}
+        return frozenset(name.partition(".")[0] for name in more if name) | self.fields_of_text
 
     @property
     def fields_of_text(self) -> frozenset[str]:
@@ -139,20 +137,17 @@ class FieldMap:
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
         """Return the conversation; it may be empty only if there is a template."""
-        for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
-                              (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
-            if not chosen and (self.messages_field or self.prompt_field):
-                # The recipe names only the other of these two fields, so this field's default name is not used.
-                continue
+        named = [field for field in (self.messages_field, self.prompt_field) if field]
+        for field in named or (_MESSAGES, _PROMPT):
             value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)
                 if self.template is None and has_no_question(messages):
                     raise RecipeError(f'field "{field}" is empty: it, or its last message, has only white space')
                 return messages
-        if self.template is not None and not (self.messages_field or self.prompt_field):
+        if self.template is not None and not named:
             return ()
-        raise _missing(self.messages_field or self.prompt_field or _PROMPT, row)
+        raise _missing(named[0] if named else _PROMPT, row)
 
     def _tags(self, row: Row) -> tuple[str, ...]:
         values = [(field, _value_of(row, field)) for field in self.tag_fields]

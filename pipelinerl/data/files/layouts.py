@@ -66,7 +66,7 @@ def _named(path: str, where: str) -> list[Path]:
 
 def _of_folder(folder: Path, config: str) -> Layout:
     if (folder / "dataset_dict.json").is_file():
-        splits = _described(folder / "dataset_dict.json", "splits", list)
+        splits = _described(folder / "dataset_dict.json", "splits")
         return {str(split): _saved(folder / str(split)) for split in splits}
     if (folder / "state.json").is_file():
         return {"": _saved(folder)}
@@ -77,20 +77,20 @@ def _of_folder(folder: Path, config: str) -> Layout:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    files = _described(folder / "state.json", "_data_files", list)
+    files = _described(folder / "state.json", "_data_files")
     try:
         return tuple(folder / file["filename"] for file in files)
     except (TypeError, KeyError):
         raise RecipeError(f"{folder / 'state.json'}: expected _data_files with filename, got {files!r:.120}") from None
 
 
-def _described(path: Path, key: str, kind: type) -> Any:
+def _described(path: Path, key: str) -> list[Any]:
     try:
         value = orjson.loads(path.read_bytes())[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{path}: expected an object with {key}: {type(error).__name__}: {error}") from None
-    if not isinstance(value, kind):
-        raise RecipeError(f"{path}: {key} must be a {kind.__name__}, got {value!r:.120}")
+    if not isinstance(value, list):
+        raise RecipeError(f"{path}: {key} must be a list, got {value!r:.120}")
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -23,22 +23,16 @@ from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
 from pipelinerl.data.files.rows import ArrowRows, ChainedRows, DataRows, FirstRows, JsonRows
 from pipelinerl.data.prompts import Prompts
-from pipelinerl.data.source import SourceRequest, Split, are_of, digest_of
+from pipelinerl.data.source import ShuffledEpochs, SourceRequest, Split, are_of, digest_of
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
 #: Default field of the pass rate, to which `pipelinerl prefilter` writes it.
 PASS_RATE: Final = "metadata.pass_rate"
-
-
 #: Recipe parameters that set a curriculum.
 ORDER: Final = ("order", "order_band", "order_over")
-
-
 #: Default width of a curriculum's band, as a share of the problems.
 _BAND: Final = 0.2
-
-
 _MOST: Final = 10**8
 
 
@@ -86,9 +80,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return the order of problems with pass rates `rates` [M], i64 [over]; empty if the order is `SHUFFLED`."""
-        if self.order is ProblemOrder.SHUFFLED:
-            return np.zeros(0, np.int64)
+        """Return the order of problems with pass rates `rates` [M], i64 [over]; not for the order `SHUFFLED`."""
         count, over = len(rates), self.over or len(rates)
         shuffled = rng.generator(seed, "curriculum", "ties").permutation(count)
         hardness = rates[shuffled] if self.order is ProblemOrder.HARD_FIRST else -rates[shuffled]
@@ -108,7 +100,6 @@ _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HEL
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
-_NO_SWEEP: NDArray[np.int64] = np.zeros(0, np.int64)
 
 Files = tuple[Path, ...]
 
@@ -133,47 +124,36 @@ class RowSource:
         indexed: Indexed,
         chosen: NDArray[np.int64],
         field_map: FieldMap,
-        prompts: Prompts,
         request: SourceRequest,
         *,
-        sweep: NDArray[np.int64] = _NO_SWEEP,
+        sweep: NDArray[np.int64],
     ) -> None:
         self._rows, self._digests = indexed
-        self._chosen = chosen
         self._columns = field_map
-        self._prompts = prompts
-        self._request = request
+        self._prompts = prompts_of_rows(request)
+        self._domain = request.domain
         self._sweep = sweep
-        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # number of the latest epoch, and its order of rows
+        remedy = f"add rows to {request.split}_path"
+        self._epochs = ShuffledEpochs(chosen, request, name="rows", what="problems", remedy=remedy)
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._epochs)
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         row = self._row(index)
         with placed(self._rows, row):
             fields, digest = self._rows.row(row), self._digests[row].tobytes()
-            return self._prompts.dress(self._columns.problem(fields, digest, domain=self._request.domain))
+            return self._prompts.dress(self._columns.problem(fields, digest, domain=self._domain))
 
     def place(self, index: int) -> str:
         """Return the location of problem `index`'s row, for messages."""
         return self._rows.place(self._row(index))
 
     def _row(self, index: int) -> int:
-        request = self._request
         if index < len(self._sweep):
             return int(self._sweep[index])
-        epoch, place = divmod(index - len(self._sweep), len(self._chosen))
-        if epoch and request.split is not Split.TRAIN:
-            raise RecipeError(
-                f"{request.where}: the {request.split} split holds {len(self._chosen)} problems; lower "
-                f"evaluation.problems, or add rows to {request.split}_path"
-            )
-        if self._order[0] != epoch:
-            noise = rng.generator(request.seed, "rows", request.split, epoch)
-            self._order = (epoch, noise.permutation(self._chosen))
-        return int(self._order[1][place])
+        return self._epochs.item(index - len(self._sweep))
 
 
 class FilesRequest(NamedTuple):
@@ -240,17 +220,16 @@ def source_of_rows(
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
         raise RecipeError(f"{request.where}: the {split} split of its files is empty; add rows or name files for it")
-    prompts = prompts_of_rows(request)
-    sweep = _NO_SWEEP
+    sweep = chosen[:0]
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
         rates = _rates(own.rows, field_map)
         sweep = chosen[curriculum.sweep(rates[chosen], seed=request.seed)]
-    return RowSource(own, chosen, field_map, prompts, request, sweep=sweep)
+    return RowSource(own, chosen, field_map, request, sweep=sweep)
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:
     """Return the domain's prompts without the template, which the field map applies to rows."""
-    return Prompts(system=request.prompts.system, few_shot=request.prompts.few_shot)
+    return replace(request.prompts, template=None)
 
 
 def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:

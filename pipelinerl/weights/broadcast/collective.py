@@ -105,8 +105,9 @@ class Collective:
             membership = dist.PrefixStore(f"{group}/{generation}", store)
             address, lazy = address_towards(host, port), connections is Connections.TREE
             made = _process_group(backend, membership, rank, world_size, address, deadline, lazy=lazy)
-            if lazy:
-                _meet(made, deadline)
+            if lazy:  # connect to the ranks with which this rank exchanges bytes in a broadcast
+                options = _options(deadline)
+                made.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
         except (RuntimeError, OSError) as error:
             raise _translated(error, f"joining {name} at {host}:{port} as rank {rank} of {world_size}") from error
         return Collective(made, membership, backend=backend, name=name)
@@ -147,8 +148,8 @@ class Collective:
             time.sleep(min(max((now - began) * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
         raise UpdateError(f"this process has left {self._name}")
 
-    def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:
-        """Send `tensor` from `root`, or receive into it; return when the memory may be reused.
+    def broadcast(self, tensor: torch.Tensor, *, deadline: float) -> None:
+        """Send `tensor` from rank 0, or receive into it; return when the memory may be reused.
 
         Args:
             tensor: flat and contiguous; a host tensor for gloo, a device tensor for NCCL.
@@ -162,7 +163,7 @@ class Collective:
         group, work = self._group, None
         if group is None:
             raise UpdateError(f"this process has left {self._name}")
-        options = _options(root, deadline)
+        options = _options(deadline)
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
@@ -210,15 +211,9 @@ def _process_group(
     return connect_nccl(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
 
 
-def _meet(group: Any, deadline: float) -> None:
-    """Connect to the ranks with which this rank exchanges bytes in a broadcast, by a broadcast of one byte."""
-    options = _options(0, deadline)
-    group.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
-
-
-def _options(root: int, deadline: float) -> Any:
+def _options(deadline: float) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank = root
+    options.rootRank = 0
     options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
     return options
 

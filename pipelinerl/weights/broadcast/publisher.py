@@ -21,10 +21,9 @@ immediately. Engines that failed only because of other engines are reported as b
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -49,7 +48,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
+from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
 from pipelinerl.system.background import in_background, in_background_soon, settled
 from pipelinerl.system.machine import address_facing
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
@@ -59,6 +58,8 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
+#: Name of the process group.
+_GROUP: Final = "weights"
 #: Distance between the generation numbers of consecutive epochs. The numbers increase with (epoch, membership,
 #: attempt), so those of a restarted trainer are above those of its predecessor.
 _EPOCH_STEP: Final = 2**40
@@ -92,7 +93,6 @@ class BroadcastPublisher:
         control: EngineControl,
         *,
         host: str | None = None,
-        group: str = "weights",
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
@@ -100,7 +100,6 @@ class BroadcastPublisher:
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
-        self._name = group
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._rendezvous: Rendezvous | None = None
@@ -111,28 +110,16 @@ class BroadcastPublisher:
     async def publish(self, publication: Publication) -> PublishReport:
         """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if none serves them."""
         async with self._turn:
-            now = time.monotonic()
-            targets = list(dict.fromkeys(publication.engines))
-            progress = PublicationProgress(publication, targets, now + publication.timeout_s, now)
-            if not targets:
+            progress = PublicationProgress(publication)
+            if not progress.targets:
                 sender = WeightSender(publication.layout, publication.weights, self._bucket_bytes)
                 progress.digest = await self._sent(progress, sender, None)
-            settled_here = False
             try:
-                while progress.targets and not await self._attempt(progress):
-                    pass
-                settled_here = True
-            finally:
-                if not settled_here:
-                    self._leave()
-            if targets and not progress.pauses_s:
-                report = progress.report()
-                raise ReachedNoEngine(
-                    f"weights {_version(publication)} reached no engine: {_listed(progress.failed)}",
-                    failed=report.failed,
-                    permanent=report.permanent,
-                    blameless=report.blameless,
-                )
+                while progress.targets:
+                    await self._attempt(progress)
+            except BaseException:
+                self._leave()
+                raise
             return progress.report()
 
     async def close(self) -> None:
@@ -140,20 +127,19 @@ class BroadcastPublisher:
         self._leave()
         self._close_rendezvous()
 
-    async def _attempt(self, progress: PublicationProgress) -> bool:
-        """Try once to serve all remaining engines. Return True if none remains; otherwise the caller tries again."""
+    async def _attempt(self, progress: PublicationProgress) -> None:
+        """Try once to serve all remaining engines, and remove those from `targets` that need no other attempt."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
-            return not progress.targets
+            return
         publication = progress.publication
         sender = WeightSender(publication.layout, publication.weights, self._bucket_bytes)
         try:
             progress.digest = await self._sent(progress, sender, group.collective)
         except (UpdateError, DeadlineError) as error:
             await self._abandon(progress, str(error), can_retry=sender.broke_in_group)
-            return not progress.targets
+            return
         await self._commit(progress, group)
-        return not progress.targets
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -167,8 +153,9 @@ class BroadcastPublisher:
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
-        requests = self._join_requests(meeting, members, generation, _group_timeout_s(progress))
-        own = self._own_join(meeting, generation, len(members) + 1, requests[members[0]].timeout_s)
+        timeout_s = _group_timeout_s(progress)
+        requests = self._join_requests(meeting, members, generation, timeout_s)
+        own = self._own_join(meeting, generation, len(members) + 1, timeout_s)
         answers = await each_until_failure(
             members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
         )
@@ -224,12 +211,12 @@ class BroadcastPublisher:
             self._rendezvous = None
 
     def _join_requests(
-        self, meeting: Rendezvous, members: Iterable[str], generation: int, timeout_s: float
+        self, meeting: Rendezvous, members: Sequence[str], generation: int, timeout_s: float
     ) -> dict[str, InitProcessGroupRequest]:
-        size = 1 + len(tuple(members))
+        size = 1 + len(members)
         return {
             url: InitProcessGroupRequest(
-                group=self._name,
+                group=_GROUP,
                 backend=self._backend,
                 rendezvous_host=meeting.host,
                 rendezvous_port=meeting.port,
@@ -248,7 +235,7 @@ class BroadcastPublisher:
             lambda: Collective.join(
                 host=meeting.host,
                 port=meeting.port,
-                group=self._name,
+                group=_GROUP,
                 generation=generation,
                 rank=0,
                 world_size=world_size,
@@ -269,11 +256,10 @@ class BroadcastPublisher:
 
     def _leave_soon(self) -> None:
         """Leave the group: with gloo in the background, as it takes 10 ms; with NCCL now, to free GPU memory."""
-        if self._backend is not Backend.GLOO:
-            self._leave()
-        group, self._group = self._group, None
-        if group is not None:
-            in_background_soon(f"leave-{group.generation}", group.collective.close)
+        if self._backend is Backend.GLOO and self._group is not None:
+            in_background_soon(f"leave-{self._group.generation}", self._group.collective.close)
+            self._group = None
+        self._leave()
 
     # --- the phases ----------------------------------------------------------------------------------------------
 
@@ -296,26 +282,21 @@ class BroadcastPublisher:
             # Only two different requests are built: for engines that know the layout, and for engines that do not.
             (how,) = named
             if how not in made:
-                where = {"group": self._name, "generation": group.generation}
-                where |= {"pieces_key": _pieces_key(progress.publication)}
+                where = {"group": _GROUP, "generation": group.generation, "pieces_key": _pieces_key(progress)}
                 made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
             return made[how]
 
         answers = await each(progress.targets, lambda url: self._preparation.prepare(url, layout, request))
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
-        served = [
-            url
-            for url, answer in answers.items()
-            if not isinstance(answer, Exception) and answer.status is UpdateStatus.ALREADY_SERVING
-        ]
+        accepted = {url: answer for url, answer in answers.items() if not isinstance(answer, Exception)}
+        served = {url: a for url, a in accepted.items() if a.status is UpdateStatus.ALREADY_SERVING}
         if not errors and not served:
             return True
         self._leave()
-        armed = [url for url in answers if url not in errors and url not in served]
-        await each(armed, lambda url: self._abort(progress, url))
-        for url in served:
+        await each(accepted.keys() - served.keys(), lambda url: self._abort(progress, url))
+        for url, answer in served.items():
             progress.pauses_s[url] = 0.0
-            progress.digest = progress.digest or getattr(answers[url], "digest", None) or ""
+            progress.digest = progress.digest or answer.digest or ""
         progress.permanent |= lasting(errors)
         for url, error in errors.items():
             lost = isinstance(error, EngineStopped) or not isinstance(error, ContractError)
@@ -326,9 +307,9 @@ class BroadcastPublisher:
     async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
-            f"send-{_version(progress.publication)}",
+            f"send-{progress.publication.name}",
             lambda: sender.send(
-                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress.publication)
+                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress)
             ),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
@@ -382,17 +363,8 @@ def _close_when_done(future: Future[Collective]) -> None:
         future.result().close()
 
 
-def _pieces_key(publication: Publication) -> str:
-    return f"pieces-{_version(publication)}"
-
-
-def _version(publication: Publication) -> str:
-    return f"{publication.epoch}.{publication.version}"
-
-
-def _listed(failed: dict[str, str]) -> str:
-    shown = [f"{url} {reason}" for url, reason in itertools.islice(failed.items(), 8)]
-    return "; ".join(shown) + ("" if len(failed) <= 8 else f"; and {len(failed) - 8} more")
+def _pieces_key(progress: PublicationProgress) -> str:
+    return f"pieces-{progress.publication.name}"
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:

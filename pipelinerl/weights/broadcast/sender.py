@@ -11,7 +11,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
@@ -142,16 +141,10 @@ def packed(
 
 
 def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
-    gathered = None if name is None else (name, tuple(array.shape), _dtype_name(array.dtype))
-    wanted: tuple[str, tuple[int, ...], str] = (expected.name, expected.shape, expected.dtype)
+    gathered = None if name is None else (name, tuple(array.shape), str(array.dtype).removeprefix("torch."))
+    wanted = (expected.name, expected.shape, expected.dtype.value)
     if gathered != wanted:
-        wanted = (expected.name, expected.shape, expected.dtype.value)
         raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {gathered}")
-
-
-@cache
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _write(array: Any, into: torch.Tensor) -> None:

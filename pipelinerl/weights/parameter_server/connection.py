@@ -1,4 +1,4 @@
-"""Connections to a parameter server: the client `ServerClient`, its messages, and transports that fetch shards.
+"""Connections to a parameter server: the client `ServerClient` and its messages.
 
 Bytes move directly between the socket and the caller's memory, without a buffer. Every call ends by its deadline; a
 read also ends after `STALL_S` without a byte. Another thread can end a call immediately, by calling `cut`. An error
@@ -10,33 +10,20 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar, final
 
-import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from inference_contract import routes
-from inference_contract.errors import (
-    from_wire,
-)
+from inference_contract.errors import from_wire
 from inference_contract.weights import MOST_EPOCH, MOST_VERSION, BaseUrl, WeightLayout
 from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
 from pipelinerl.system import http_client
-from pipelinerl.system.background import in_background
-from pipelinerl.weights.parameter_server.shared_memory import (
-    Attachment,
-    Part,
-    ReceiveBuffer,
-    SharedMemoryAddress,
-)
-from pipelinerl.weights.pull import PullOrder, Range
+from pipelinerl.weights.parameter_server.shared_memory import SharedMemoryAddress
+from pipelinerl.weights.pull import Range
 
 #: Key of a version: (epoch, version). All versions of a later trainer sort after those of an earlier trainer.
 Key = tuple[int, int]
@@ -245,11 +232,6 @@ class VersionRecord(Wire):
     whole: str | None
     segment: SharedMemoryAddress | None
 
-    @property
-    def key(self) -> Key:
-        """Key of the version: (epoch, version)."""
-        return self.epoch, self.version
-
 
 class ServerState(Wire):
     """The versions that a server holds, oldest first, and the members for which it holds them."""
@@ -259,106 +241,3 @@ class ServerState(Wire):
     versions: tuple[VersionRecord, ...]
     progress: dict[str, Key | None]
     saved: Key | None
-
-
-#: Bytes fetched per HTTP request: enough to keep the overhead small, few enough that parallel streams end about
-#: together.
-HTTP_PART_BYTES: Final = 8 * 2**20
-#: Bytes per copy from shared memory: few enough to be hashed while they are still in the processor's cache.
-MEMORY_PART_BYTES: Final = 2**20
-STREAMS: Final = 2
-
-#: Interval in seconds at which a pull checks whether it was cancelled.
-_WATCH_S: Final = 0.05
-
-
-class ShardTransport(Protocol):
-    """Interface: fetches those parts of a shard that a buffer does not have yet."""
-
-    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fetch the shard's missing parts. Raises UpdateError on failure or cancellation, DeadlineError if too late."""
-        ...
-
-
-@final
-class SharedMemoryTransport:
-    """Copies a shard from a server's shared memory, which is mapped in this process."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._memory = attachment.bytes
-
-    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Copy the shard's missing parts into the buffer."""
-        if len(self._memory) != buffer.num_bytes:
-            raise UpdateError(f"the server holds {len(self._memory)} bytes, this model has {buffer.num_bytes}")
-        for start, end in buffer.missing(shard, part_bytes=MEMORY_PART_BYTES):
-            check_wanted(order)
-            memory = buffer.memory((start, end))
-            np.copyto(memory, self._memory[start:end])
-            buffer.landed((start, end), memory)
-
-
-@final
-class HttpTransport:
-    """Fetches a shard by HTTP over parallel streams, each with its own connection and thread."""
-
-    def __init__(self, url: str, *, token: str | None, streams: int = STREAMS) -> None:
-        self._url = url
-        self._token = token
-        self._streams = streams
-
-    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fetch the shard's missing parts into the buffer."""
-        parts = deque(buffer.missing(shard, part_bytes=HTTP_PART_BYTES))
-        clients = [ServerClient(self._url, token=self._token) for _ in range(min(self._streams, len(parts)))]
-        path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
-        streams = [
-            in_background("pull", lambda client=client: _stream(client, path, parts, order, buffer))  # type: ignore[misc]
-            for client in clients
-        ]
-        try:
-            watch(streams, order)
-        finally:
-            parts.clear()
-            for client in clients:
-                client.cut()
-            for stream in streams:
-                stream.exception()  # wait for the cut streams to end: no thread may write into the buffer afterwards
-            for client in clients:
-                client.close()
-        failures = [failure for stream in streams if (failure := stream.exception()) is not None]
-        if failures:
-            raise failures[0]
-
-
-def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrder, buffer: ReceiveBuffer) -> None:
-    while True:
-        try:
-            part = parts.popleft()
-        except IndexError:
-            return
-        memory = buffer.memory(part)
-        client.read(path, memory.data, part[0], deadline=order.deadline)
-        buffer.landed(part, memory)
-
-
-def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
-    """Wait until all streams have ended or one has failed; raise an error if the pull is cancelled or too late."""
-    ended = threading.Semaphore(0)
-    for stream in streams:
-        stream.add_done_callback(lambda _: ended.release())
-    remaining = len(streams)
-    while remaining:
-        check_wanted(order)
-        if ended.acquire(timeout=_WATCH_S):
-            remaining -= 1
-            if any(stream.done() and stream.exception() is not None for stream in streams):
-                return
-
-
-def check_wanted(order: PullOrder) -> None:
-    """Raise `UpdateError` if the pull was cancelled, `DeadlineError` if its deadline has passed."""
-    if order.given_up.is_set():
-        raise UpdateError("the pull was cancelled")
-    if time.monotonic() > order.deadline:
-        raise DeadlineError("the weights did not arrive in time")

@@ -30,7 +30,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
+from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, each, lasting
 from pipelinerl.weights.parameter_server.connection import Key
@@ -70,20 +70,11 @@ class PullPublisher:
         Raises UpdateError, with reasons, if no engine serves them; FencedError if a trainer of a later epoch took over.
         """
         async with self._turn:
-            now = time.monotonic()
-            targets = list(dict.fromkeys(publication.engines))
-            progress = PublicationProgress(publication, list(targets), now + publication.timeout_s, now)
+            progress = PublicationProgress(publication)
             try:
                 await self._attempts(progress)
             finally:
                 await self._confirm(progress)
-            if targets and not progress.pauses_s:
-                reasons = "; ".join(f"{url} {reason}" for url, reason in progress.failed.items())
-                raise ReachedNoEngine(
-                    f"weights {publication.epoch}.{publication.version} reached no engine: {reasons}",
-                    failed=progress.failed,
-                    permanent=frozenset(progress.permanent),
-                )
             return progress.report()
 
     async def close(self) -> None:
@@ -195,11 +186,11 @@ class PullPublisher:
         self._confirmed = dict.fromkeys(progress.pauses_s, key)
         members: dict[str, Key | None] = dict(self._confirmed)
         deadline = time.monotonic() + _CONFIRM_S
-        telling = in_background(
+        confirming = in_background(
             "confirm", lambda: self._placement.confirm(publication.epoch, members, deadline=deadline)
         )
-        if await settled(telling, timeout_s=_CONFIRM_S + 1.0) and isinstance(telling.exception(), PipelineError):
-            log.warning("the parameter servers were not notified which engines serve %s: %s", key, telling.exception())
+        if await settled(confirming, timeout_s=_CONFIRM_S + 1.0) and isinstance(confirming.exception(), PipelineError):
+            log.warning("the parameter servers did not learn which engines serve %s: %s", key, confirming.exception())
 
 
 def _turned(uploaded: Uploaded, number: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from typing import Final, final
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -52,7 +53,7 @@ from inference_contract.errors import ContractError, DeadlineExceeded, DigestMis
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import in_background
-from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
+from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.parameter_server import connection
 from pipelinerl.weights.parameter_server.connection import (
@@ -99,24 +100,24 @@ class ParameterServer:
 
     async def start(self) -> None:
         """Load the newest saved version whose bytes are intact, if there is one."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
-        for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
+        for snapshot in await asyncio.to_thread(lambda: list(store.newest())):
+            epoch, version = snapshot.key
             # Set the epoch directly: the limit on how far a request may raise the epoch does not apply to a snapshot.
-            self.table.epoch = snapshot.key[0]
+            self.table.epoch = epoch
             announced = self.table.announce(
-                Announcement(
-                    epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
-                )
+                Announcement(epoch=epoch, version=version, layout=snapshot.layout, shard=snapshot.shard)
             )
             try:
-                await asyncio.to_thread(self._store.read, snapshot, announced.segment.bytes)
+                await asyncio.to_thread(store.read, snapshot, announced.segment.bytes)
             except CheckpointError as error:
                 log.error("skipping a damaged snapshot: %s", error)
                 continue
             self.table.seal(snapshot.key, snapshot.digest, snapshot.whole)
             self._saved = snapshot.key
-            log.info("starting with weights %s, loaded from %s", named(snapshot.key), self._store.place)
+            log.info("starting with weights %s, loaded from %s", named(snapshot.key), store.place)
             return
 
     async def close(self) -> None:
@@ -183,13 +184,9 @@ class ParameterServer:
     async def _save(self, store: SnapshotStore) -> None:
         """Save the newest version; repeat if a newer one has appeared. After a failure, wait for the next version."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
-            key = newest.key
+            key, layout, shard = newest.key, newest.layout, newest.shard
             snapshot = VersionSnapshot(
-                key=key,
-                layout=newest.layout,
-                shard=newest.shard,
-                digest=newest.digest or "",
-                whole=newest.whole or "",
+                key=key, layout=layout, shard=shard, digest=newest.digest or "", whole=newest.whole or ""
             )
             with self.table.using(key) as version:
                 saving = in_background("save", partial(store.save, snapshot, version.segment.bytes))
@@ -280,9 +277,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(
-        {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
-    )
+    return refusal(502, str(error), code="failed")
 
 
 @final
@@ -293,7 +288,7 @@ class _Read:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _key(scope)
         whole = self._table.whole(key)
-        size, requested = whole.layout.num_bytes, _header(scope, b"range")
+        size, requested = whole.layout.num_bytes, Headers(scope=scope).get("range")
         start, end = _range("bytes=0-" if requested is None else requested, r"bytes=(\d{1,18})-(\d{0,18})", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
@@ -329,9 +324,10 @@ class _Write:
             if version.digest is not None:
                 raise InvalidRequest(f"version {named(key)} is complete and can no longer be written")
             size = version.layout.num_bytes
-            named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
+            named_range = Headers(scope=scope).get("content-range", f"bytes 0-{size - 1}/{size}")
             at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
-            more, deadline = True, _deadline_of(end - at)
+            deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S + (end - at) / LEAST_BYTES_PER_S
+            more = True
             while more:
                 message = await _in_time(receive, deadline)
                 if message["type"] == "http.disconnect":
@@ -344,10 +340,6 @@ class _Write:
             if at != end:
                 raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not arrive")
         await Response(status_code=204)(scope, receive, send)
-
-
-def _deadline_of(num_bytes: int) -> float:
-    return asyncio.get_running_loop().time() + BODY_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S
 
 
 async def _in_time(receive: Receive, deadline: float) -> Message:
@@ -366,10 +358,6 @@ def _key(scope: Scope) -> Key:
         return int(path["epoch"]), int(path["version"])
     except ValueError:
         raise InvalidRequest("epoch and version must be whole numbers", param="version") from None
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 def _range(text: str, form: str, version: Version) -> Range:

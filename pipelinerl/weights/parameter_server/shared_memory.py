@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Final, Self, final
@@ -23,14 +24,13 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_contract.weights import cut
 from inference_contract.wire import Wire
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.pull import Range
 
 _HAS_MEMFD: Final = hasattr(os, "memfd_create")
 _NUMBERS: Final = itertools.count()
-
-
 #: Maximum number of mapped segments per server: about as many as a server uses in turn.
 _KEPT: Final = 4
 
@@ -71,26 +71,26 @@ class SharedMemory:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Attachment:
     """A segment of another process, mapped in this one; it stays readable even if the other process dies."""
 
-    def __init__(self, address: SharedMemoryAddress, memory: NDArray[np.uint8]) -> None:
-        self.address = address
-        self.bytes = memory
+    address: SharedMemoryAddress
+    bytes: NDArray[np.uint8]
 
     @classmethod
     def to(cls, address: SharedMemoryAddress, access: Access = Access.READ) -> Self | None:
         """Map the segment at `address`; return None if another host, container or user owns it."""
-        path = f"/proc/{address.pid}/fd/{address.fd}"
+        path, name = f"/proc/{address.pid}/fd/{address.fd}", f"/memfd:{address.name} (deleted)"
         try:
-            if os.readlink(path) != f"/memfd:{address.name} (deleted)":
+            if os.readlink(path) != name:
                 return None
             handle = os.open(path, os.O_RDWR if access is Access.WRITE else os.O_RDONLY)
         except OSError:
             return None
         try:
             # The server may have reused the descriptor for another file before `open`, so check which file was opened.
-            if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{address.name} (deleted)":
+            if os.readlink(f"/proc/self/fd/{handle}") != name:
                 return None
             how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
             mapped = mmap.mmap(handle, max(address.num_bytes, 1), access=how)
@@ -150,12 +150,7 @@ class ReceiveBuffer:
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
         """Return the parts [start, end) of a shard that have not arrived, in order. The first call sets their size."""
         if shard not in self._parts:
-            cut = (
-                (at, min(at + part_bytes, end))
-                for start, end in self._shards[shard]
-                for at in range(start, end, part_bytes)
-            )
-            self._parts[shard] = list(cut)
+            self._parts[shard] = [part for start, end in self._shards[shard] for part in cut(start, end, part_bytes)]
         return [part for part in self._parts[shard] if part not in self._there]
 
     def memory(self, part: Part) -> NDArray[np.uint8]:

@@ -25,16 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract import routes
-from inference_contract.errors import (
-    ContractError,
-    DigestMismatch,
-    NotPrepared,
-    Overloaded,
-    StaleVersion,
-)
-from inference_contract.weights import (
-    WeightLayout,
-)
+from inference_contract.errors import ContractError, DigestMismatch, NotPrepared, Overloaded, StaleVersion
+from inference_contract.weights import WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, PipelineError, ServerLost, UpdateError
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.parameter_server import connection
@@ -69,6 +61,7 @@ _ANSWER_S: Final = 10.0
 _PASSING: Final = (ServerLost, NotPrepared, Overloaded, DigestMismatch)
 
 T = TypeVar("T")
+Memory = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +117,7 @@ class Uploader:
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:
         key, cut = (publication.epoch, publication.version), self._bucket_bytes(publication.layout)
         answers = self._announced(publication, cut, progress, deadline)
-        failed = {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
+        failed = _failures(answers)
         records = [self._first(number, answers) for number in range(self._shards)]
         known = {record.whole for _, record in records if record.whole is not None}
         unsealed = {number: first for number, first in enumerate(records) if first[1].digest is None}
@@ -197,17 +190,16 @@ class Uploader:
             order = CopyOrder(source=source, digest=digest, whole=whole, timeout_s=half_s)
             return client.call("POST", path, VersionRecord, order, deadline=time.monotonic() + half_s)
 
-        answers = self._each(copies, copy)
-        return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
+        return _failures(self._each(copies, copy))
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
         """Report the engines' and replicas' versions to all servers; return failures by URL, which need no retry."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
-        answers = self._each(
-            self._clients,
-            lambda client: client.call("POST", connection.PROGRESS, ServerState, report, deadline=deadline),
-        )
-        return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
+
+        def confirm(client: ServerClient) -> ServerState:
+            return client.call("POST", connection.PROGRESS, ServerState, report, deadline=deadline)
+
+        return _failures(self._each(self._clients, confirm))
 
     def _poured(
         self, publication: Publication, cut: int, to: Mapping[int, tuple[str, VersionRecord]], deadline: float
@@ -228,11 +220,13 @@ class Uploader:
             except (ContractError, PipelineError) as error:
                 return error
 
-        clients = [self._clients[url] for url in urls]
-        if len(clients) < 2:
-            return {client.url: guarded(client) for client in clients}
-        with ThreadPoolExecutor(len(clients), thread_name_prefix="parameter-servers") as pool:
-            return dict(zip([client.url for client in clients], pool.map(guarded, clients), strict=True))
+        clients = {url: self._clients[url] for url in urls}
+        with ThreadPoolExecutor(max(len(clients), 1), thread_name_prefix="parameter-servers") as pool:
+            return dict(zip(clients, pool.map(guarded, clients.values()), strict=True))
+
+
+def _failures(answers: Mapping[str, object]) -> dict[str, str]:
+    return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +255,10 @@ def write_shards(
 
     layout, whole = publication.layout, WeightDigest()
     bounds = layout.buckets(bucket_bytes)
-    buffers = _Buffers(len(writers) + 1, max((end - start for start, end in bounds), default=0))
+    largest = max((end - start for start, end in bounds), default=0)
+    buffers = queue.LifoQueue[Memory]()  # reuses the last buffer first, so that the others may never need memory
+    for _ in range(len(writers) + 1):
+        buffers.put(np.empty(largest, np.uint8))
     owners = _owners(layout, shards, bucket_bytes)
     lent: Memory | None = None
 
@@ -271,13 +268,20 @@ def write_shards(
         if writer is not None and writer.target is not None:
             lent = None
             return shared_tensor(writer.target.bytes[start:end])
-        lent = buffers.lend(deadline=deadline)
+        try:
+            lent = buffers.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise DeadlineError("the parameter servers did not take the weights in time") from None
         return shared_tensor(lent[: end - start])
+
+    def give_back(memory: Memory | None) -> None:
+        if memory is not None:
+            buffers.put(memory)
 
     for (start, end), filled in zip(bounds, packed(layout, publication.weights, bounds, room), strict=True):
         memory = filled.numpy()
         whole.update(memory)
-        free = partial(buffers.give_back, lent)
+        free = partial(give_back, lent)
         writer = writers.get(owners[start])
         if writer is None:
             free()
@@ -305,7 +309,7 @@ class ShardWriter:
         self._client = client
         self._record = record
         self._deadline = deadline
-        # a single shard is the whole version, whose digest the sender computes
+        # A single shard is the whole version, whose digest the sender computes.
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None
@@ -357,37 +361,9 @@ class ShardWriter:
             self._client.write(path, memory.data, start, self._record.num_bytes, deadline=self._deadline)
 
 
-@final
-class _Buffers:
-    """Pool of `count` buffers of `num_bytes` each, allocated when first needed."""
-
-    def __init__(self, count: int, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._unmade = count
-        self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
-
-    def lend(self, *, deadline: float) -> Memory:
-        """Return a free buffer; wait for one until `deadline`, then raise `DeadlineError`."""
-        if self._unmade and self._free.empty():
-            self._unmade -= 1
-            return np.empty(self._num_bytes, np.uint8)
-        try:
-            return self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
-        except queue.Empty:
-            raise DeadlineError("the parameter servers did not take the weights in time") from None
-
-    def give_back(self, memory: Memory | None) -> None:
-        """Return `memory` to the pool; None is ignored."""
-        if memory is not None:
-            self._free.put(memory)
-
-
 def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:
     inorder = sorted(
         (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
     )
     ends = [end for _, end, _ in inorder]
     return {start: inorder[bisect_right(ends, start)][2] for start, _ in layout.buckets(bucket_bytes)}
-
-
-Memory = NDArray[np.uint8]

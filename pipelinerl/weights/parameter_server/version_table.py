@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 from numpy.typing import NDArray
@@ -35,20 +35,16 @@ from pipelinerl.weights.parameter_server.connection import Announcement, Key, Sh
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
 from pipelinerl.weights.pull import Range
 
+log = logging.getLogger("pipelinerl")
 
-@dataclass(slots=True)
-class _Held:
-    layout: WeightLayout
-    shard: ShardSpec
-    ranges: tuple[Range, ...]
-    segment: SharedMemory
-    digest: str | None = None
-    whole: str | None = None
+_BYTES: Final = "weights.bin"
+_MANIFEST: Final = "manifest.json"
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version as returned to callers: its key, layout, shard and memory. Both digests are None until it is sealed.
+    """A version with its layout, shard and memory. Both digests are None until it is sealed.
 
     `segment` has the whole version's size, so that a byte has the same offset on every server. Pages that belong to
     other shards are never written and therefore never allocated.
@@ -59,8 +55,8 @@ class Version:
     shard: ShardSpec
     ranges: tuple[Range, ...]
     segment: SharedMemory
-    digest: str | None
-    whole: str | None
+    digest: str | None = None
+    whole: str | None = None
 
     def record(self) -> VersionRecord:
         """Return the version as sent over the wire."""
@@ -87,25 +83,25 @@ class VersionTable:
         self.room = room
         self.epoch = 0
         self.progress: dict[str, Key | None] = {}
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, Version] = {}
         self._spare: list[SharedMemory] = []
         self._uses: Counter[Key] = Counter()
 
     def versions(self) -> list[Version]:
         """Return all versions held, oldest first."""
-        return [self._lent(key) for key in sorted(self._held)]
+        return [self._held[key] for key in sorted(self._held)]
 
     def newest(self) -> Version | None:
         """Return the newest complete version."""
-        key = max(self._whole(), default=None)
-        return None if key is None else self._lent(key)
+        whole = self._whole()
+        return self._held[max(whole)] if whole else None
 
     def find(self, key: Key) -> Version:
         """Return the version with this key. Raises `NotPrepared` if the server does not hold it."""
         if key not in self._held:
             held = ", ".join(map(named, sorted(self._held))) or "none"
             raise NotPrepared(f"version {named(key)} is not held here; held: {held}", param="version")
-        return self._lent(key)
+        return self._held[key]
 
     def whole(self, key: Key) -> Version:
         """Return the complete version with this key. Raises `NotPrepared` if it is not held, or not complete yet."""
@@ -131,7 +127,7 @@ class VersionTable:
                 raise LayoutMismatch(
                     f"version {named(key)} was announced as {known.shard}, now as {announcement.shard}", param="shard"
                 )
-            return self._lent(key)
+            return known
         newest = max(self._whole(), default=None)
         if newest is not None and key < newest:
             raise StaleVersion(f"version must come after {named(newest)}, which is complete, got {named(key)}")
@@ -142,8 +138,9 @@ class VersionTable:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
             raise Overloaded(f"all {self.room} versions are still needed: {'; '.join(reasons)}")
         layout, shard = announcement.layout, announcement.shard
-        self._held[key] = _Held(layout, shard, shard.ranges(layout), self._segment(layout.num_bytes))
-        return self._lent(key)
+        made = Version(key, layout, shard, shard.ranges(layout), self._segment(layout.num_bytes))
+        self._held[key] = made
+        return made
 
     def seal(self, key: Key, digest: str, whole: str) -> Version:
         """Mark the version as complete, to be served; the caller must have compared `digest` with the bytes.
@@ -151,13 +148,12 @@ class VersionTable:
         `whole`, the digest of the whole version, is stored unchecked, since a server may hold only one of the shards.
         Raises NotPrepared if the version is not held, DigestMismatch if it is already complete with another digest.
         """
-        self.find(key)
-        held = self._held[key]
+        held = self.find(key)
         if held.digest not in (None, digest):
             raise DigestMismatch(f"version {named(key)} is complete with digest {held.digest}, got {digest}")
-        held.digest, held.whole = digest, whole
+        self._held[key] = sealed = replace(held, digest=digest, whole=whole)
         self._collect()
-        return self._lent(key)
+        return sealed
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
         """Replace the confirmed versions of all members, and drop versions that are no longer needed.
@@ -192,10 +188,6 @@ class VersionTable:
             if not self._uses[key]:
                 del self._uses[key]
                 self._collect()
-
-    def _lent(self, key: Key) -> Version:
-        held = self._held[key]
-        return Version(key, held.layout, held.shard, held.ranges, held.segment, held.digest, held.whole)
 
     def _whole(self) -> set[Key]:
         return {key for key, held in self._held.items() if held.digest is not None}
@@ -244,13 +236,6 @@ def named(key: Key | None) -> str:
 
 def _past(key: Key, confirmed: Key | None) -> bool:
     return confirmed is not None and confirmed > key
-
-
-log = logging.getLogger("pipelinerl")
-
-_BYTES: Final = "weights.bin"
-_MANIFEST: Final = "manifest.json"
-_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

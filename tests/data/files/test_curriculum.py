@@ -55,7 +55,7 @@ def test_curriculum_with_band_width_zero_sorts_the_first_epoch_by_difficulty_and
     assert sweep == sorted(sweep, key=lambda rate: sign * rate)
     assert Counter(sweep) == Counter(epoch) and epoch != sweep
     plain = opened(written(tmp_path, suffix))
-    assert epoch == rates(plain, 0, len(plain)), "the epochs are those of a run without a curriculum"
+    assert epoch == rates(plain, 0, len(plain)), "later epochs must be those of a run without a curriculum"
 
 
 def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> None:
@@ -65,7 +65,7 @@ def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> N
         sweep = Curriculum(order=ProblemOrder.EASY_FIRST, band=band, over=over).sweep(known, seed=3)
         through = (np.arange(over) + 0.5) / over
         assert np.abs(place_of[sweep] - through).max() <= band + 0.02
-        assert np.std(place_of[sweep] - through) > 0.2 * band, "within the band they are mixed"
+        assert np.std(place_of[sweep] - through) > 0.2 * band, "problems within the band must be shuffled"
         counts = Counter(sweep.tolist())
         assert set(counts.values()) <= {over // 1000, over // 1000 + 1} and sum(counts.values()) == over
 
@@ -73,8 +73,8 @@ def test_curriculum_band_moves_from_easy_to_hard_and_covers_every_problem() -> N
 def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_problems(tmp_path: Path) -> None:
     path = written(tmp_path)
     first, again, other = (opened(path, seed=seed, order="easy_first") for seed in (1, 1, 2))
-    asked = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]
-    assert asked[0] == asked[1] != asked[2]
+    ids = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]
+    assert ids[0] == ids[1] != ids[2]
     alike = np.full(50, 0.5)
     sweep = Curriculum(order=ProblemOrder.EASY_FIRST, band=0.0).sweep(alike, seed=1)
     assert sorted(sweep.tolist()) == list(range(50)) != sweep.tolist()
@@ -83,8 +83,8 @@ def test_curriculum_order_depends_on_the_seed_and_shuffles_equally_difficult_pro
 def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path: Path) -> None:
     path = written(tmp_path)
     with_it, without = opened(path, Split.HELD_OUT, order="easy_first"), opened(path, Split.HELD_OUT)
-    asked = [[source.problem(index) for index in range(len(source))] for source in (with_it, without)]
-    assert asked[0] == asked[1]
+    problems = [[source.problem(index) for index in range(len(source))] for source in (with_it, without)]
+    assert problems[0] == problems[1]
 
 
 def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(
     for suffix in (".jsonl", ".parquet"):
         path = written(tmp_path, suffix, rows)
         source = opened(path, order="easy_first", order_band=0, rate_field="solved", metadata_fields=["solved"])
-        told = [source.problem(index).metadata["solved"] for index in range(len(source))]
-        assert told == sorted(told, reverse=True)
+        solved = [source.problem(index).metadata["solved"] for index in range(len(source))]
+        assert solved == sorted(solved, reverse=True)
 
 
 @pytest.mark.parametrize(

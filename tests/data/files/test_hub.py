@@ -20,7 +20,7 @@ from pipelinerl.types import Problem
 from tests.data.files.test_source import ROWS, WRITERS, jsonl, parquet
 from tests.patience import PATIENCE_S
 
-ASK = """
+OPEN = """
 import sys
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import RecipeError
@@ -38,13 +38,13 @@ from pipelinerl.data.files.rows import FirstRows
 from pipelinerl.data.problems import look_at
 from pipelinerl.data.source import SourceRequest
 seen = []
-asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0)
-first = look_at("hub:some/thing", asked, FirstRows(9, 2**20), seen.append)
+request = SourceRequest(domain="d", split=Split.TRAIN, seed=0)
+first = look_at("hub:some/thing", request, FirstRows(9, 2**20), seen.append)
 print(first and first.messages[0].content, len(seen))
 """
 
 
-def asked(cache: Path, program: str = ASK) -> str:
+def output_of(cache: Path, program: str = OPEN) -> str:
     """Run a program in a new process, as the hub's library reads HF_HUB_OFFLINE only at import; return its output."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
@@ -60,18 +60,18 @@ def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path: Path) -> None:
     parquet(repository / "snapshots" / commit / "data" / "test-00000-of-00001.parquet", ROWS[40:])
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    assert asked(tmp_path) == str(sorted(row["prompt"] for row in ROWS[40:]))
-    assert asked(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
+    assert output_of(tmp_path) == str(sorted(row["prompt"] for row in ROWS[40:]))
+    assert output_of(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
 
 
 def test_check_before_a_run_fetches_nothing_from_the_hub(tmp_path: Path) -> None:
-    assert asked(tmp_path, LOOK) == "None 0"
+    assert output_of(tmp_path, LOOK) == "None 0"
 
 
 def test_failed_fetch_from_the_hub_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    said = asked(tmp_path)
-    assert said.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
-    assert 'set source = "files" with its path' in said and "\n" not in said
+    output = output_of(tmp_path)
+    assert output.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
+    assert 'set source = "files" with its path' in output and "\n" not in output
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 
     def check(problem: Problem) -> None:
         if problem.messages[-1].content == refuse:
-            raise RecipeError("nobody could judge it")
+            raise RecipeError("no verifier can judge it")
         seen.append(problem.messages[-1].content)
 
-    asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path), **parameters})
-    first = look_at("files", asked, FirstRows(rows, size), check)
+    request = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path), **parameters})
+    first = look_at("files", request, FirstRows(rows, size), check)
     assert first is None or first.messages[-1].content == seen[0]
     return seen
 
@@ -116,7 +116,7 @@ def test_check_before_a_run_reads_only_the_requested_number_of_rows(name: str, t
     expected = questions[:10] if name != "saved" else questions[:5] + questions[25:30]
     assert looked_at(path, each) == expected
     assert looked_at(path, 1000) == questions
-    with pytest.raises(RecipeError, match=r"a?\S* (row \d+|line 4): nobody could judge it"):
+    with pytest.raises(RecipeError, match=r"a?\S* (row \d+|line 4): no verifier can judge it"):
         looked_at(path, 1000, refuse=questions[3])
 
 
@@ -140,6 +140,6 @@ def test_invalid_row_gives_the_same_error_in_the_check_as_in_a_run(tmp_path: Pat
 
 def test_problems_of_generators_are_checked_before_a_run() -> None:
     seen: list[Problem] = []
-    asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
-    assert look_at("addition", asked, FirstRows(100, MEBIBYTE), seen.append) == seen[0]
+    request = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
+    assert look_at("addition", request, FirstRows(100, MEBIBYTE), seen.append) == seen[0]
     assert len(seen) == 2

@@ -125,10 +125,10 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 def test_every_data_file_format_gives_the_same_problems(name: str, tmp_path: Path) -> None:
     expected = {split: problems(opened(jsonl(tmp_path / "twin.jsonl"), split)) for split in Split}
     path = WRITERS[name](tmp_path / name)
-    found = {split: problems(opened(path, split)) for split in Split}
-    assert found == expected
-    assert sum(map(len, found.values())) == len(ROWS)
-    assert found[Split.TRAIN][0].ground_truth.isdigit()
+    actual = {split: problems(opened(path, split)) for split in Split}
+    assert actual == expected
+    assert sum(map(len, actual.values())) == len(ROWS)
+    assert actual[Split.TRAIN][0].ground_truth.isdigit()
 
 
 def test_several_files_and_globs_form_one_data_set(tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_several_files_and_globs_form_one_data_set(tmp_path: Path) -> None:
 
 
 def by_split(path: Path, **parameters: Any) -> dict[Split, set[str]]:
-    found = {split: questions(opened(path, split, **parameters)) for split in Split}
-    assert not any(one & other for one, other in itertools.combinations(found.values(), 2))
-    return found
+    splits = {split: questions(opened(path, split, **parameters)) for split in Split}
+    assert not any(one & other for one, other in itertools.combinations(splits.values(), 2))
+    return splits
 
 
 def hub_folder(folder: Path) -> Path:
@@ -178,10 +178,10 @@ def plain_folder(folder: Path) -> Path:
 def test_existing_data_splits_are_used_and_missing_splits_are_taken_from_training_rows_by_hash(
     made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
 ) -> None:
-    found = by_split(made(tmp_path / "set"), **parameters)
-    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[35:50]}
-    assert found[Split.TRAIN] | found[Split.VALIDATION] == {row["prompt"] for row in ROWS[:35]}
-    assert 0 < len(found[Split.VALIDATION]) < 12
+    splits = by_split(made(tmp_path / "set"), **parameters)
+    assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[35:50]}
+    assert splits[Split.TRAIN] | splits[Split.VALIDATION] == {row["prompt"] for row in ROWS[:35]}
+    assert 0 < len(splits[Split.VALIDATION]) < 12
 
 
 def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_takes_precedence(tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ def test_names_of_data_splits_are_configurable_and_an_explicit_held_out_path_tak
         RecipeError, match=r"parameters\.split: there is no split 'train'; available: train_sft, test_sft"
     ):
         opened(folder, split="train")
-    found = by_split(folder, split="train_sft", held_out_split="test_sft")
-    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[30:40]}
-    assert found[Split.TRAIN] | found[Split.VALIDATION] == {row["prompt"] for row in ROWS[:30]}
+    splits = by_split(folder, split="train_sft", held_out_split="test_sft")
+    assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[30:40]}
+    assert splits[Split.TRAIN] | splits[Split.VALIDATION] == {row["prompt"] for row in ROWS[:30]}
     own = str(jsonl(tmp_path / "own.jsonl", ROWS[3:5]))
-    found = by_split(folder, split="train_sft", held_out_path=own)
-    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
+    splits = by_split(folder, split="train_sft", held_out_path=own)
+    assert splits[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
 
 
 def test_hub_folder_with_several_configurations_needs_a_name(tmp_path: Path) -> None:
@@ -279,9 +279,11 @@ def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_pa
         {"prompt": "b", "answer": "2", "metadata": {"level": 2}},
     ]
     path = parquet(tmp_path / "a.parquet", rows)
-    assert pq.read_table(path).to_pylist()[1]["metadata"] == {"tests": None, "level": 2}, "unified, as said"
-    found = {p.messages[0].content: p.metadata for split in Split for p in _all(path, split)}
-    assert found == {row["prompt"]: row["metadata"] for row in rows}
+    assert pq.read_table(path).to_pylist()[1]["metadata"] == {"tests": None, "level": 2}, (
+        "arrow must add the other row's fields"
+    )
+    metadata = {p.messages[0].content: p.metadata for split in Split for p in _all(path, split)}
+    assert metadata == {row["prompt"]: row["metadata"] for row in rows}
 
 
 @pytest.mark.parametrize("write", [parquet, arrow_stream])
@@ -343,8 +345,8 @@ def test_invalid_field_error_names_row_and_field(
     sentence: str,
     tmp_path: Path,
 ) -> None:
-    asked = [{"role": "user", "content": "fine"}]
-    good = {"prompt": None, "messages": asked, "answer": "1", "key": "k"}
+    messages = [{"role": "user", "content": "fine"}]
+    good = {"prompt": None, "messages": messages, "answer": "1", "key": "k"}
     path = write(tmp_path / name, [good, {**good, "messages": None, "prompt": "more"}, {**dict.fromkeys(good), **row}])
     with pytest.raises(RecipeError, match=f"{place}: {sentence}"):
         opened(path, **parameters)

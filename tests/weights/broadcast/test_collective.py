@@ -55,10 +55,6 @@ def _ranks(
     return [join.result(PATIENCE_S) for join in joins]
 
 
-def _pair(rendezvous: Rendezvous, generation: int = 1, *, connections: Connections | None = None) -> list[Collective]:
-    return _ranks(rendezvous, generation=generation, connections=connections)
-
-
 @pytest.fixture
 def rendezvous() -> Rendezvous:
     return Rendezvous("127.0.0.1")
@@ -68,7 +64,7 @@ def rendezvous() -> Rendezvous:
 def test_broadcast_in_a_weight_group_delivers_the_bytes(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
-    root, leaf = _pair(rendezvous, connections=connections)
+    root, leaf = _ranks(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=deadline))
@@ -78,8 +74,8 @@ def test_broadcast_in_a_weight_group_delivers_the_bytes(
 
 
 def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous: Rendezvous) -> None:
-    first = _pair(rendezvous, 1)
-    second = _pair(rendezvous, 2)
+    first = _ranks(rendezvous, generation=1)
+    second = _ranks(rendezvous, generation=2)
     first[0].close()
     got = torch.zeros(4, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
@@ -133,7 +129,7 @@ def test_waiting_and_later_joins_fail_if_the_rendezvous_of_the_weight_group_is_c
 def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_weight_group(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
-    root, leaf = _pair(rendezvous, connections=connections)
+    root, leaf = _ranks(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.1)
@@ -148,21 +144,21 @@ def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_wei
 def test_receiving_from_a_rank_that_sends_nothing_fails_at_the_deadline(
     rendezvous: Rendezvous, connections: Connections | None
 ) -> None:
-    root, leaf = _pair(rendezvous, connections=connections)
+    root, leaf = _ranks(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
 def test_sending_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous: Rendezvous) -> None:
-    root, leaf = _pair(rendezvous)
+    root, leaf = _ranks(rendezvous)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
 def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvous: Rendezvous) -> None:
-    root, _ = _pair(rendezvous)
+    root, _ = _ranks(rendezvous)
     root.close()
     root.close()
     with pytest.raises(UpdateError, match=r"this process (has )?left"):
@@ -179,7 +175,7 @@ def test_rendezvous_on_a_taken_port_raises_an_address_error() -> None:
 
 def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
     """The test looks up the sockets of the rendezvous' store and of gloo in the kernel's table of sockets (Linux)."""
-    pair = _pair(rendezvous)
+    pair = _ranks(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
     rows = [
@@ -203,7 +199,7 @@ def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_wit
     rendezvous: Rendezvous,
 ) -> None:
     """If the failed rank stayed in the group, rank 0 would wait until its deadline."""
-    root, leaf = _pair(rendezvous)
+    root, leaf = _ranks(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
     with pytest.raises(UpdateError, match=r"this process (has )?left"):
@@ -217,7 +213,7 @@ def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_wit
 def test_waiting_for_a_message_in_the_weight_groups_store_prints_nothing(
     rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    root, leaf = _pair(rendezvous)
+    root, leaf = _ranks(rendezvous)
     waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.3)
     root.announce("digest", "d0")

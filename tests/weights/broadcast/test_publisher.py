@@ -177,7 +177,7 @@ async def test_engine_that_rejects_a_weight_version_is_reported_and_other_engine
     assert report.failed[engines[1]].startswith("refused: ") and "must come after 1.9" in report.failed[engines[1]]
     assert [await serving(control, url) for url in engines] == [(1, 5), (1, 9)]
     report = await publisher.publish(publication(10, engines, membership=3))
-    assert report.failed == {}, "the publication after a refused one works"
+    assert report.failed == {}, "the publication after a rejected one must succeed"
 
 
 async def test_broadcast_of_weights_that_every_engine_rejects_raises_an_error_with_the_reasons(

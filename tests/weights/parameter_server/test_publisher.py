@@ -20,7 +20,7 @@ from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication
 from tests.fakes import parameter_server, scripted_engine
-from tests.fakes.parameter_server import TOKEN
+from tests.fakes.parameter_server import TOKEN, state
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import as_process, in_thread
 
@@ -34,12 +34,12 @@ class Announcing:
 
     def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
         self.answers = answers
-        self.told: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
+        self.announced: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
 
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        self.told.append((prepare, list(engines), list(left_out)))
+        self.announced.append((prepare, list(engines), list(left_out)))
         return {url: self.answers[url] for url in engines if url in self.answers}
 
 
@@ -93,13 +93,6 @@ async def serving(control: Recording, *urls: str) -> list[tuple[int, int]]:
     return [(health.epoch, health.model_version) for health in healths]
 
 
-def progress(url: str) -> dict[str, list[int] | None]:
-    import httpx
-
-    state = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False).json()
-    return dict(state["progress"])
-
-
 async def test_engines_that_pull_weights_sample_the_same_tokens_as_after_a_broadcast(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
@@ -130,9 +123,9 @@ async def test_parameter_servers_track_the_version_of_each_engine(
     publisher: PullPublisher, engines: list[str], servers: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
-    assert [progress(url) for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
+    assert [state(url)["progress"] for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
     await publisher.publish(publication(2, engines))
-    assert [progress(url) for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
+    assert [state(url)["progress"] for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
 
 
 async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(
@@ -141,7 +134,7 @@ async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(
     await publisher.publish(publication(1, engines[:1]))
 
     def unwilling() -> Iterator[tuple[str, Any]]:
-        raise AssertionError("the version is on the servers: the trainer must not be asked for it again")
+        raise AssertionError("the version is on the servers: it must not be gathered again")
 
     report = await publisher.publish(publication(1, engines, membership=2, weights=unwilling))
     assert report.failed == {} and await serving(control, *engines) == [(1, 1), (1, 1)]
@@ -154,7 +147,7 @@ async def test_unreachable_engine_does_not_affect_publication_to_other_engines(
     gone = "http://127.0.0.1:9"
     report = await publisher.publish(publication(1, [gone, *engines]))
     assert set(report.pauses_s) == set(engines) and "is the engine running?" in report.failed[gone]
-    assert set(progress(servers[0])) == {*engines, *servers}, "nobody waits for the one that is gone"
+    assert set(state(servers[0])["progress"]) == {*engines, *servers}, "versions must not be kept for the lost engine"
     with pytest.raises(UpdateError, match=r"reached no engine: http://127\.0\.0\.1:9 "):
         await publisher.publish(publication(2, [gone]))
 
@@ -258,21 +251,21 @@ class _ByToken:
 async def test_engines_that_read_announcements_get_no_update_request_unless_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
-    follows, asked = engines
+    follows, without_layout = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
     other = "http://127.0.0.1:1"  # no engine listens at this address, so a request to it would fail
-    announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
+    announcer = Announcing({follows: served, other: served, without_layout: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:
         report = await publisher.publish(publication(1, [*engines, other]))
         assert (report.failed, report.pauses_s[follows], set(report.pauses_s)) == ({}, 0.5, {*engines, other})
-        assert {url for url, _ in control.updates} == {asked}
-        assert (await publisher.publish(publication(2, [asked]))).failed == {}
-        assert len(announcer.told) == 1, "two would read in vain what one is to take"
+        assert {url for url, _ in control.updates} == {without_layout}
+        assert (await publisher.publish(publication(2, [without_layout]))).failed == {}
+        assert len(announcer.announced) == 1, "an announcement must not reach more engines than it is for"
         await publisher.publish(publication(3, engines))
     finally:
         await publisher.close()
-    (prepare, told, left_out), (_, _, then_left_out) = announcer.told
+    (prepare, announced, left_out), (_, _, then_left_out) = announcer.announced
     assert (prepare.phase, prepare.layout_id, prepare.digest) == (UpdatePhase.PREPARE, LAYOUT.layout_id, report.digest)
     assert set(prepare.sources or ()) == set(servers) and prepare.layout is None
-    assert (sorted(told), left_out, then_left_out) == (sorted([*engines, other]), [], [other])
+    assert (sorted(announced), left_out, then_left_out) == (sorted([*engines, other]), [], [other])

@@ -20,16 +20,24 @@ from pipelinerl.weights.parameter_server.connection import Key
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication
-from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, order, publication
+from tests.fakes.parameter_server import (
+    LAYOUT,
+    TOKEN,
+    application,
+    digest,
+    flat,
+    held,
+    order,
+    publication,
+    pulled,
+    soon,
+    wait_until_saved,
+)
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
 #: A layout so large that its weights are transferred in several parts, over HTTP and over shared memory.
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5, 2**19), dtype=DType.FLOAT32),))
-
-
-def soon() -> float:
-    return time.monotonic() + PATIENCE_S
 
 
 @pytest.fixture
@@ -52,11 +60,6 @@ def place(urls: list[str], publication: Publication, progress: dict[str, Key | N
 def ask(url: str, method: str, path: str, **options: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
     return httpx.request(method, url + path, headers=headers, trust_env=False, timeout=PATIENCE_S, **options)
-
-
-def held(url: str) -> list[tuple[int, int]]:
-    versions = ask(url, "GET", "/versions").json()["versions"]
-    return [(version["epoch"], version["version"]) for version in versions if version["digest"]]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["odd", "large"])
@@ -91,9 +94,7 @@ def test_replicas_copy_weights_from_one_parameter_server_and_serve_the_same_byte
     placed = place(servers, publication(1))
     assert placed.sources == (tuple(servers),) and placed.failed == {}
     for url in servers:
-        into = np.zeros(LAYOUT.num_bytes, np.uint8)
-        WeightPuller(token=TOKEN).fetch(order(1, url), into=into)
-        assert np.array_equal(into, flat(1))
+        assert np.array_equal(pulled(order(1, url)), flat(1))
 
 
 def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_again(servers: list[str]) -> None:
@@ -106,7 +107,9 @@ def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_agai
     once = publication(1, weights=counted)
     place(servers[:1], once)
     placed = place(servers, once)
-    assert len(sent) == 1 and placed.sources == (tuple(servers),), "the others copied it from the one that had it"
+    assert len(sent) == 1 and placed.sources == (tuple(servers),), (
+        "the other servers must copy the version from the first"
+    )
 
 
 def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_servers(servers: list[str]) -> None:
@@ -182,8 +185,8 @@ def test_every_route_of_a_parameter_server_except_health_requires_the_token(serv
             assert httpx.request(method, server + path, headers=headers).status_code == 401, (method, path)
     with pytest.raises(UpdateError, match="a valid bearer token is required"):
         WeightPuller(token="wrong").fetch(order(1, server), into=np.zeros(LAYOUT.num_bytes, np.uint8))
-    with closing(Uploader([server], token="wrong")) as stranger:
-        assert "a valid bearer token" in stranger.confirm(1, {}, deadline=soon())[server]
+    with closing(Uploader([server], token="wrong")) as unauthorized:
+        assert "a valid bearer token" in unauthorized.confirm(1, {}, deadline=soon())[server]
 
 
 def test_byte_ranges_of_weights_are_served_exactly_and_invalid_ranges_are_rejected(server: str) -> None:
@@ -217,32 +220,31 @@ def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server:
     assert ask(server, "PUT", "/weights/1/1", content=data[-1:], headers=end).status_code == 204
     assert ask(server, "POST", "/versions/1/1/seal", json={"digest": digest(1), "whole": digest(1)}).status_code == 200
     assert ask(server, "GET", "/weights/1/1").content == data
-    assert ask(server, "PUT", "/weights/1/1", content=data).status_code == 400, "what is whole never changes"
+    assert ask(server, "PUT", "/weights/1/1", content=data).status_code == 400, (
+        "a complete version can no longer be written"
+    )
 
 
 def test_pulled_weights_with_another_digest_than_announced_are_rejected(server: str) -> None:
     place([server], publication(1))
-    asked = order(1, server)
     for by_memory in (True, False):
-        other = replace(asked, digest="0" * 32)
         with pytest.raises(DigestMismatch, match="digest must be 0000"):
-            WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(other, into=np.zeros(LAYOUT.num_bytes, np.uint8))
+            pulled(replace(order(1, server), digest="0" * 32), by_memory=by_memory)
 
 
 def test_pull_of_a_missing_weight_version_fails_with_the_reason_of_each_server(servers: list[str]) -> None:
     with pytest.raises(UpdateError, match=r"no source gave version 1\.4: .*1\.4 is not held here.*; .*is not held"):
-        WeightPuller(token=TOKEN).fetch(order(4, *servers), into=np.zeros(LAYOUT.num_bytes, np.uint8))
+        pulled(order(4, *servers))
 
 
 def test_weight_pull_fails_if_it_misses_its_deadline_or_is_cancelled(server: str) -> None:
     place([server], publication(1))
-    into = np.zeros(LAYOUT.num_bytes, np.uint8)
     with pytest.raises(DeadlineError):
-        WeightPuller(token=TOKEN).fetch(order(1, server, timeout_s=-1.0), into=into)
-    unwanted = order(1, server)
-    unwanted.given_up.set()
+        pulled(order(1, server, timeout_s=-1.0))
+    cancelled = order(1, server)
+    cancelled.given_up.set()
     with pytest.raises(UpdateError, match="cancelled"):
-        WeightPuller(token=TOKEN).fetch(unwanted, into=into)
+        pulled(cancelled)
 
 
 def test_restarted_parameter_server_serves_the_version_that_it_saved(tmp_path: Path) -> None:
@@ -250,12 +252,7 @@ def test_restarted_parameter_server_serves_the_version_that_it_saved(tmp_path: P
     with in_thread(application(copies)) as url:
         place([url], publication(1))
         place([url], publication(2))
-        deadline = soon()
-        while ask(url, "GET", "/versions").json()["saved"] != [1, 2]:
-            assert time.monotonic() < deadline, "the newest version was not saved"
-            time.sleep(0.01)
+        wait_until_saved(url, (1, 2))
     with in_thread(application(copies)) as url:
         assert held(url) == [(1, 2)]
-        into = np.zeros(LAYOUT.num_bytes, np.uint8)
-        WeightPuller(token=TOKEN).fetch(order(2, url), into=into)
-        assert np.array_equal(into, flat(2))
+        assert np.array_equal(pulled(order(2, url)), flat(2))

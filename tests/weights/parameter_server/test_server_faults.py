@@ -28,7 +28,17 @@ from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.shared_memory import Attachment
 from pipelinerl.weights.parameter_server.upload import Uploader
 from tests.fakes import scripted_engine
-from tests.fakes.parameter_server import TOKEN, application, digest, flat, order, publication
+from tests.fakes.parameter_server import (
+    TOKEN,
+    application,
+    digest,
+    flat,
+    held,
+    order,
+    publication,
+    soon,
+    wait_until_saved,
+)
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -36,10 +46,6 @@ from tests.patience import PATIENCE_S, SOON_S
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(10, 2**20), dtype=DType.FLOAT32),))
 
 Server = tuple[str, "subprocess.Popen[str]"]
-
-
-def soon() -> float:
-    return time.monotonic() + PATIENCE_S
 
 
 @pytest.fixture
@@ -75,10 +81,10 @@ def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(
             process.wait(PATIENCE_S)
 
     puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-    asked = order(1, url, replica, layout=LARGE, timeout_s=PATIENCE_S)
-    assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
+    pull = order(1, url, replica, layout=LARGE, timeout_s=PATIENCE_S)
+    assert puller.fetch(pull, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
     assert np.array_equal(into, flat(1, LARGE))
-    assert came == sorted(set(came)), "what had landed was not fetched again"
+    assert came == sorted(set(came)), "bytes that had arrived must not be fetched again"
 
 
 def test_pull_from_a_killed_server_without_replica_fails_without_waiting_and_names_the_server(server: Server) -> None:
@@ -90,7 +96,7 @@ def test_pull_from_a_killed_server_without_replica_fails_without_waiting_and_nam
         WeightPuller(token=TOKEN, shared_memory=False).fetch(
             order(1, url, layout=LARGE, timeout_s=PATIENCE_S), into=into, on_progress=lambda _: process.kill()
         )
-    assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
+    assert time.monotonic() - began < SOON_S, "the pull must fail as soon as the server dies, not at the deadline"
 
 
 def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server: Server) -> None:
@@ -103,9 +109,9 @@ def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_fil
     process.kill()
     process.wait(PATIENCE_S)
     assert mapped is not None and np.array_equal(mapped.bytes, flat(1, LARGE))
-    assert Attachment.to(record.segment) is None, "nobody else can map it any more"
+    assert Attachment.to(record.segment) is None, "the memory of a dead server can no longer be mapped"
     sizes = {entry.stat().st_size for entry in os.scandir("/dev/shm") if "pipelinerl" in entry.name}
-    assert LARGE.num_bytes not in sizes, "what other tests hold there meanwhile is of other sizes"
+    assert LARGE.num_bytes not in sizes, "no file may be left (files of concurrent tests have other sizes)"
 
 
 def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -> None:
@@ -118,7 +124,7 @@ def test_shared_memory_segment_with_a_wrong_name_is_not_mapped(server: Server) -
     assert Attachment.to(record.segment.model_copy(update={"name": "pipelinerl-1-2-3"})) is None
     assert Attachment.to(record.segment.model_copy(update={"fd": 0})) is None
     reader = Attachment.to(record.segment)
-    assert reader is not None and not reader.bytes.flags.writeable, "only the trainer writes"
+    assert reader is not None and not reader.bytes.flags.writeable, "only the trainer may write to the memory"
 
 
 def test_pull_of_weights_from_a_suspended_server_fails_at_the_deadline(server: Server) -> None:
@@ -152,27 +158,27 @@ def test_client_that_stops_reading_does_not_make_a_server_keep_a_version_forever
         reader.sendall(f"GET /weights/1/1 HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode())
         assert reader.recv(1024).startswith(b"HTTP/1.1 200")
         placement.confirm(1, {}, deadline=soon())
-        assert _held(replica) == [(1, 1), (1, 2)], "nobody is counted on to need 1.1 any more, but it is being read"
+        assert held(replica) == [(1, 1), (1, 2)], "1.1 must be kept while it is being read"
         deadline = soon()
-        while _held(replica) != [(1, 2)]:
-            assert time.monotonic() < deadline, "it is held for a reader that reads no more"
+        while held(replica) != [(1, 2)]:
+            assert time.monotonic() < deadline, "1.1 is still held for a client that stopped reading"
             time.sleep(0.05)
 
 
 def test_cancelled_pull_of_weights_from_a_suspended_server_ends_without_waiting(server: Server) -> None:
     url, process = server
     place(url)
-    asked = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
+    pull = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
 
     def stop(_: int) -> None:
         os.kill(process.pid, signal.SIGSTOP)
-        asked.given_up.set()
+        pull.given_up.set()
 
     began = time.monotonic()
     try:
         with pytest.raises(UpdateError, match="cancelled"):
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
-                asked, into=np.zeros(LARGE.num_bytes, np.uint8), on_progress=stop
+                pull, into=np.zeros(LARGE.num_bytes, np.uint8), on_progress=stop
             )
         assert time.monotonic() - began < SOON_S
     finally:
@@ -199,8 +205,8 @@ def test_upload_of_weights_to_a_killed_server_is_repeated_after_its_restart(by_m
         with closing(Uploader([url], token=TOKEN, shared_memory=by_memory)) as placement:
             placed = placement.upload(publication(1, weights=fatal), {}, deadline=soon())
         assert placed.digest == digest(1) and placed.failed == {}
-        assert len(gathered) == 2, "what went to the dead server went again to the living one"
-        assert _held(url) == [(1, 1)]
+        assert len(gathered) == 2, "the weights must be gathered again for the restarted server"
+        assert held(url) == [(1, 1)]
 
 
 def test_upload_of_weights_skips_a_suspended_replica(
@@ -230,15 +236,15 @@ async def test_weights_can_be_published_after_the_only_parameter_server_was_rest
             stack.callback(publisher._placement.close)
             layout = scripted_engine.LAYOUT
             await publisher.publish(publication(1, (engine,), layout=layout, timeout_s=PATIENCE_S))
-            _until_saved(url, [1, 1])
+            wait_until_saved(url, (1, 1))
             first.kill()
             first.wait(PATIENCE_S)
             _started(stack, command)
-            assert (1, 1) in _held(url)
+            assert (1, 1) in held(url)
             report = await publisher.publish(publication(2, (engine,), layout=layout, timeout_s=PATIENCE_S))
             assert report.failed == {} and list(report.pauses_s) == [engine]
             assert (await client.health(engine)).model_version == 2
-            assert _held(url) == [(1, 2)]
+            assert held(url) == [(1, 2)]
 
 
 def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
@@ -247,27 +253,3 @@ def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
     assert process.stdout is not None
     process.stdout.readline()
     return process
-
-
-def _state(url: str) -> dict[str, object]:
-    deadline = soon()
-    while True:
-        try:
-            answer = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
-            return dict(answer.raise_for_status().json())
-        except httpx.HTTPError:
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.02)
-
-
-def _held(url: str) -> list[tuple[int, int]]:
-    versions = _state(url)["versions"]
-    assert isinstance(versions, list)
-    return [(version["epoch"], version["version"]) for version in versions]
-
-
-def _until_saved(url: str, key: list[int]) -> None:
-    deadline = soon()
-    while _state(url)["saved"] != key:
-        assert time.monotonic() < deadline, f"{key} was not saved"
-        time.sleep(0.02)

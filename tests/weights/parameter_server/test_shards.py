@@ -21,7 +21,18 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from tests.fakes import parameter_server, scripted_engine
-from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, publication, sharded
+from tests.fakes.parameter_server import (
+    LAYOUT,
+    TOKEN,
+    application,
+    digest,
+    flat,
+    publication,
+    sharded,
+    soon,
+    state,
+    wait_until_saved,
+)
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -39,10 +50,6 @@ LARGE = WeightLayout(
 GONE = "http://127.0.0.1:9"
 
 
-def soon() -> float:
-    return time.monotonic() + PATIENCE_S
-
-
 @pytest.fixture
 def servers() -> Iterator[list[str]]:
     with ExitStack() as stack:
@@ -54,18 +61,10 @@ def place(urls: list[str], shards: int, version: int = 1, *, by_memory: bool = T
         return placement.upload(publication(version, **fields), {}, deadline=soon())
 
 
-def state(url: str) -> dict[str, Any]:
-    answer = httpx.get(
-        url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=PATIENCE_S
-    )
-    return dict(answer.raise_for_status().json())
-
-
 def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: bool = True) -> Any:
-    into = np.zeros(layout.num_bytes, np.uint8)
-    asked = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
-    assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(asked, into=into) == placed.digest
-    return into
+    pull = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
+    assert pull.digest == placed.digest
+    return parameter_server.pulled(pull, layout, by_memory=by_memory)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
@@ -105,7 +104,7 @@ def test_parameter_server_serves_only_its_own_shard(servers: list[str]) -> None:
                 else:
                     assert f"which holds shard {1 - number} of 2" in answer.json()["error"]["message"]
         whole = httpx.get(servers[number] + "/weights/1/1", headers={"authorization": f"Bearer {TOKEN}"})
-        assert whole.status_code == 400, "nobody may take a part for the whole"
+        assert whole.status_code == 400, "a server of one shard must not serve the whole version"
 
 
 def test_only_shards_that_no_parameter_server_has_are_uploaded() -> None:
@@ -136,7 +135,9 @@ def test_upload_names_the_missing_server_of_a_shard_and_no_server_serves_the_ver
     ):
         placement.upload(publication(1), {}, deadline=began + 0.5)
     assert time.monotonic() - began < SOON_S
-    assert [version["digest"] for version in state(servers[0])["versions"]] == [None], "not even half is given out"
+    assert [version["digest"] for version in state(servers[0])["versions"]] == [None], (
+        "no shard of the version may be served"
+    )
 
 
 def test_shard_of_a_version_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
@@ -171,8 +172,8 @@ def test_pull_of_a_shard_from_a_killed_server_continues_from_the_servers_replica
                 process.wait(PATIENCE_S)
 
         puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-        asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S)
-        assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
+        pull = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S)
+        assert puller.fetch(pull, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
@@ -188,7 +189,7 @@ def test_pull_of_a_shard_from_a_killed_server_fails_without_waiting_and_names_th
                 into=np.zeros(LARGE.num_bytes, np.uint8),
                 on_progress=lambda _: process.kill(),
             )
-        assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
+        assert time.monotonic() - began < SOON_S, "the pull must fail as soon as the server dies, not at the deadline"
 
 
 def test_shard_with_wrong_bytes_is_fetched_from_the_next_server_or_rejected_if_there_is_none(
@@ -211,12 +212,10 @@ def test_restarted_parameter_servers_serve_the_shards_that_they_saved(tmp_path: 
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         place(urls, 2, layout=MANY)
-        deadline = soon()
-        while any(state(url)["saved"] != [1, 1] for url in urls):
-            assert time.monotonic() < deadline, "the version was not saved"
-            time.sleep(0.01)
+        for url in urls:
+            wait_until_saved(url, (1, 1))
     saved = sum((tmp_path / f"{n}" / "1.1" / "weights.bin").stat().st_size for n in range(2))
-    assert saved == MANY.num_bytes, "each byte once"
+    assert saved == MANY.num_bytes, "each byte must be saved once"
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         unwilling: Any = None  # reading the weights again would fail

@@ -42,7 +42,7 @@ def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place: str) 
     for key in ((1, 9), (2, 3), (2, 10)):
         save(SnapshotStore(place, keep=2), key)
     first, second = SnapshotStore(place).newest()
-    assert (first.key, second.key) == ((2, 10), (2, 3)), "of three, the older by (epoch, version) is gone"
+    assert (first.key, second.key) == ((2, 10), (2, 3)), "the oldest of three, by (epoch, version), must be removed"
     assert first.layout == LAYOUT and first.digest == digest(10)
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     SnapshotStore(place).read(first, into)

@@ -81,7 +81,7 @@ def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_i
     assert held(table) == [(1, 2)]
     assert announce(table, 3).segment is first
     unfinished = announce(table, 4).segment
-    assert unfinished is not first, "whoever began to write version 3 may still be at it"
+    assert unfinished is not first, "the writer of version 3 may still be writing"
     table.seal((1, 4), "d", "whole")
     assert announce(table, 5).segment is second
 
@@ -110,7 +110,9 @@ def test_parameter_server_rejects_a_trainer_once_a_trainer_of_a_later_epoch_has_
     publish(table, 7, a=(1, 6))
     publish(table, 8, a=(1, 6))
     announce(table, 5, epoch=2, a=None)
-    assert held(table) == [(1, 8), (2, 5)], "of the abandoned epoch the newest stays until a newer one is whole"
+    assert held(table) == [(1, 8), (2, 5)], (
+        "the newest version of the earlier epoch must stay until a newer one is complete"
+    )
     for refused in (lambda: announce(table, 9), lambda: table.confirm(1, {})):
         with pytest.raises(StaleVersion, match="epoch 2 has taken over from epoch 1"):
             refused()
@@ -169,7 +171,9 @@ def test_versions_of_an_earlier_epoch_may_be_dropped_although_members_lack_newer
     whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
     assert collectable(whole, progress, epoch=1, in_use=set()) == set()
     assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
-    assert collectable(whole, progress, epoch=2, in_use=set()) == {(1, 8)}, "the newest stays, to catch up from"
+    assert collectable(whole, progress, epoch=2, in_use=set()) == {(1, 8)}, (
+        "the newest version must stay, for members that lack it"
+    )
     assert collectable(whole | {(2, 3)}, progress, epoch=2, in_use=set()) == {(1, 8), (1, 9)}
 
 
@@ -186,7 +190,7 @@ def test_version_that_a_member_needs_may_never_be_dropped(history: dict[str, obj
             assert all(at is not None and at > key for at in progress.values())
     kept = whole - gone
     reasons = holders(kept, progress, epoch=epoch, in_use=in_use)
-    assert len(reasons) == max(len(kept) - 1, 0), "every version that stays, but the newest, has a reason"
+    assert len(reasons) == max(len(kept) - 1, 0), "every version that is kept, except the newest, must have a reason"
 
 
 @given(histories, keys)

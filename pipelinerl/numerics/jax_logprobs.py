@@ -111,11 +111,12 @@ def _pieces_backward(
             of_head, of_part = pull(outward[:, at])
             return so_far[0] + of_head, so_far[1].at[at].set(of_part, unique_indices=True)
 
-        return lax.fori_loop(0, count, add, (jnp.zeros_like(head), jnp.zeros_like(hidden)))
+        # A bf16 sum over many pieces would lose most of the small ones.
+        return lax.fori_loop(0, count, add, (jnp.zeros(head.shape, jnp.float32), jnp.zeros_like(hidden)))
 
     # Each shard has its own gradient of the head, so devices add theirs once, after all pieces.
     of_head, of_hidden = jax.vmap(of_shard, in_axes=(0, 0, 0, 0, 1))(hidden, token_ids, temperatures, places, outward)
-    return of_head.sum(axis=0), of_hidden, None, None, None
+    return of_head.sum(axis=0).astype(head.dtype), of_hidden, None, None, None
 
 
 _in_pieces.defvjp(_pieces_forward, _pieces_backward)

@@ -26,6 +26,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -66,6 +67,12 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
+#: `attrgetter` reads the fields of a group's many rollouts faster than Python code does. An outcome's value is read
+#: instead of the outcome, because hashing an enum member runs slow Python code.
+_FINDING: Final = attrgetter("outcome._value_", "reward", "reason", "answer", "parts")
+_ENDING: Final = attrgetter("finish_reason", "temperature", "epoch")
+_NOTE: Final = attrgetter("note")
+_PARENTS: Final = attrgetter("parents")
 #: Columns of routed experts: [N, layers, top_k] of the N sampled tokens, [C, layers, top_k] of the contexts' C tokens.
 SAMPLED_EXPERTS: Final = "routed_experts"
 CONTEXT_EXPERTS: Final = "context_routed_experts"
@@ -166,15 +173,10 @@ def encode_group(group: RolloutGroup) -> bytes:
         *experts.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
-    verdicts = [rollout.verdict for rollout in rollouts]
-    findings, rollout_findings = _distinct(
-        [_Finding(each.outcome, each.reward, each.reason, each.answer, each.parts) for each in verdicts]
-    )
-    endings, rollout_endings = _distinct(
-        [_Ending(each.finish_reason, each.temperature, each.epoch) for each in rollouts]
-    )
-    notes, turn_notes = _distinct([turn.note for turn in turns])
-    parents = [rollout.parents for rollout in rollouts]
+    findings, rollout_findings = _distinct([_FINDING(rollout.verdict) for rollout in rollouts])
+    endings, rollout_endings = _distinct(list(map(_ENDING, rollouts)))
+    notes, turn_notes = _distinct(list(map(_NOTE, turns)))
+    parents = list(map(_PARENTS, rollouts))
     header = _GroupHeader(
         group_id=group.group_id,
         index=group.index,
@@ -455,7 +457,10 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns, but its rollouts have {ends[-1]}")
-    turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
+    if ends[-1] == len(ends) - 1 and all(header.rollout_turns):
+        turns_of: Sequence[tuple[Turn, ...]] = list(zip(turns))
+    else:
+        turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
     for own, its in zip(header.rollout_parents, turns_of, strict=bool(header.rollout_parents)):
         if own and (len(own) != len(its) or not all(ROOT <= parent < number for number, parent in enumerate(own))):
             raise ValueError(f"parents {own} for {len(its)} turns")
@@ -464,8 +469,15 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     endings = [header.endings[number] for number in header.rollout_endings]
     parts = zip(turns_of, header.rollout_findings, endings, parents, strict=True)
     return tuple(
-        Rollout(turns=its, verdict=verdicts[finding], parents=own, **ending._asdict())
-        for its, finding, ending, own in parts
+        Rollout(
+            turns=its,
+            verdict=verdicts[finding],
+            finish_reason=finish_reason,
+            temperature=temperature,
+            epoch=epoch,
+            parents=own,
+        )
+        for its, finding, (finish_reason, temperature, epoch), own in parts
     )
 
 

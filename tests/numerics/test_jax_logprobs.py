@@ -77,3 +77,16 @@ def test_only_pieces_with_needed_tokens_are_computed():
     (got,) = token_predictions(hidden, head, tokens, temperatures, needed, logits_at_once=4 * R * V, row_shards=R)
     assert np.count_nonzero(needed) == 2 * R and np.count_nonzero(got[needed]) == 2 * R
     assert np.count_nonzero(got) == 4 * R, "one of four pieces in each of three shards"
+
+
+def test_gradient_of_a_bf16_head_does_not_lose_small_pieces():
+    length = 512
+    hidden = jnp.full((1, length, D), 0.5, jnp.bfloat16)
+    head, tokens = jnp.zeros((V, D), jnp.bfloat16), np.zeros((1, length), int)
+    temperatures, needed = np.ones((1, length), np.float32), np.ones((1, length), bool)
+
+    def loss(head, at_once):
+        return token_predictions(hidden, head, tokens, temperatures, needed, logits_at_once=at_once).sum()
+
+    whole, pieces = (jax.grad(loss)(head, at_once) for at_once in (10**9, V))
+    np.testing.assert_allclose(np.float32(pieces), np.float32(whole), rtol=2**-7)

@@ -93,7 +93,7 @@ def test_answer_with_tool_calls_that_is_sent_back_is_matched_to_its_turn_by_call
 def test_request_with_a_changed_history_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
-    second = turn(of, [HELLO, answer("never sentence"), user("more")], "b")
+    second = turn(of, [HELLO, answer("never said"), user("more")], "b")
     assert second.parent is None and second.new_segment is NewSegment.HISTORY_DIFFERS
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 

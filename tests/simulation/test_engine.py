@@ -40,7 +40,7 @@ def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(
         chosen = twin.take(rollouts, producing=producing, bounds=bounds)
         assert _indices(taken) == _indices(chosen)
         assert real.ledger.counts[GroupOutcome.STALE] == len(twin.dropped)
-        assert real.num_waiting == len(twin)
+        assert len(real.waiting) == len(twin)
         producing += taken is not None
 
 

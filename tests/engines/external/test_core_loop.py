@@ -239,7 +239,7 @@ async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> 
 
 async def test_commit_stages_the_weights_before_it_pauses_the_core() -> None:
     async with world() as made:
-        await made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE)
+        await made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE)
         assert made.core.calls == ["stage", "pause", "load", "resume"]
 
 

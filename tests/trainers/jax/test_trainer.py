@@ -43,7 +43,7 @@ def started(path, trainer=JaxTrainer, **fields):
 def gradients(trainer):
     worker = trainer._worker
     if isinstance(trainer, TorchTrainer):
-        return {name: parameter.grad.numpy().copy() for name, parameter in worker.named_parameters()}
+        return {name: parameter.grad.numpy().copy() for name, parameter in worker.loaded.weights.items()}
     return exported(worker.config, worker.gradient, dtype=np.float32)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from inference_contract.weights import WeightLayout
@@ -43,7 +42,7 @@ class SharedTransfer:
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         self._model = model
-        self._on_gpu = torch.device(device).type == "cuda"
+        self._on_gpu = device.type == "cuda"
         self._staged: Any = None
         self._layout: WeightLayout | None = None
 

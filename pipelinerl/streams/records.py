@@ -369,7 +369,7 @@ def _expert_columns(turns: list[Turn], turn_contexts: list[int]) -> dict[str, ND
 
 
 def _spanned(spans: tuple[VersionSpan, ...]) -> int:
-    return sum(span.num_tokens for span in spans)
+    return spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
 
 
 def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:

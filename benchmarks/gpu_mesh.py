@@ -104,7 +104,7 @@ def _gathered_during_passes(trainer: Trainer, batch: MicroBatch) -> int:
 
 
 def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Broadcast to another process, and compare the sum of the bytes that it received."""
+    """Broadcast weights to another process, and compare the sums of the bytes sent and received."""
     del folder
     size, backend = min(scale.copy_bytes, 2**28), backend_of(device)
     with _member(backend) as meet:

@@ -28,7 +28,7 @@ _PROMPT: Final = 150
 _ROWS: Final = 128
 _LENGTHS: Final = HeavyTailedLengths(900.0, 0.8, 8192)
 _TABLE: Final = published_hardware("h100:7b")
-#: Shares of the GPUs that generate, of which the asynchronous arms take the best.
+#: Shares of GPUs used for generation. Asynchronous arms are simulated with all of them; the best counts.
 _SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)
 _BOUNDS: Final[Mapping[str, StalenessBounds]] = {
     "one step off": StalenessBounds(1, 2),

@@ -116,6 +116,6 @@ class EvaluationSetSection(Section):
         """Return this set with missing keys filled in from `common`; `domains` are the names of all trained domains."""
         own = {name: value for name, value in shared_values(self, HeldOutSet).items() if value is not None}
         values = shared_values(common, HeldOutSet) | own
-        # The interval of `common` is the initial value of a knob, so a set without an interval follows the knob.
+        # Do not copy the interval of `common`, a knob's initial value: a set without an interval follows the knob.
         values |= {"interval_steps": self.interval_steps, "domains": self.domains or tuple(domains)}
         return HeldOutSet(**values, place=place)

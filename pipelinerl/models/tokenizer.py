@@ -410,7 +410,7 @@ _WITHOUT_MEANING: Final = frozenset(
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
 #: Matches names that mean something else in transformers' templates than in plain Jinja.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
-#: Maximum vocabulary. Larger ones may be Mistral's, whose pre-tokenizer only transformers repairs.
+#: Maximum vocabulary. A larger one may be Mistral's, with a wrong pre-tokenizer that transformers corrects.
 _MOST_PLAIN_TOKENS: Final = 100_000
 
 

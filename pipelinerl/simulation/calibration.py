@@ -144,7 +144,7 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs."""
+    """Fit how much engine and trainer slow each other down when both are busy, from their slowdown in `runs`."""
     # Each iteration simulates with the current factors, to find when engine and trainer both work. Two iterations are
     # enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 _LIBRARY: Final = "reasoning_gym"
 
-#: Modules of the library that `create_dataset` imported, and the stand-ins for its packages. Between calls, they are
-#: not in `sys.modules`.
+#: Modules of the library that `create_dataset` imported, including packages without code (`_stand_ins`). Between calls,
+#: they are not in `sys.modules`.
 _apart: dict[str, ModuleType] = {}
 #: Lock that is held while `create_dataset` imports, since `sys.modules` changes for all threads.
 _importing = Lock()

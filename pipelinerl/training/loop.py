@@ -444,7 +444,7 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Report orders that ended without a step, or whose groups must be sampled again, to the controller."""
+        """Tell the controller which orders ended without training, and which groups must be sampled again."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(

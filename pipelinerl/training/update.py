@@ -198,5 +198,5 @@ class Critic:
         ]
 
     def apply(self, step: int) -> StepStats:
-        """Take the critic's optimizer step number `step` of the run, from 0."""
+        """Take one optimizer step of the critic; `step` is its number in the run, counted from 0."""
         return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

@@ -37,8 +37,7 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: Arguments that a filter may have, by name. The first are values of the problem, the others lists with one entry for
-#: each answer.
+#: Arguments that a filter may have, by name: values of the problem, or lists with one entry for each answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,

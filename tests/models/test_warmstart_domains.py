@@ -50,7 +50,7 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_domain_whose_reward_is_in_the_range_is_only_rehearsed_until_its_reward_falls_below_the_range() -> None:
+def test_domain_with_reward_in_the_target_range_gets_only_rehearsal_until_its_reward_falls_below_it() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)

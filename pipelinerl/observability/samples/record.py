@@ -14,7 +14,7 @@ import msgspec
 
 #: Maximum number of characters that are kept of a text.
 MOST_CHARACTERS: Final = 8000
-#: One token counts as this many characters: an answer keeps at most a quarter as many tokens as characters.
+#: Assumed characters per token: of an answer, at most `MOST_CHARACTERS` / 4 tokens are kept.
 _CHARACTERS_OF_TOKEN: Final = 4
 
 

@@ -158,7 +158,7 @@ class CheckpointStore:
         with self._fence.held(state.epoch):
             if not in_place:
                 if final_path.exists():
-                    # An abandoned epoch saved this step already, or the run saved it just before it stopped.
+                    # An earlier trainer, since replaced, or this run before it stopped has already saved this step.
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)

@@ -95,8 +95,8 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Function that waits for a started attack. It returns the results of its runs, of which the last is the attack's own,
-#: or the reason why the attack was skipped.
+#: Function that waits for a started attack. It returns the results of all programs run for the attack, that of the
+#: attack itself last, or the reason why the attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 

@@ -255,7 +255,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group: with gloo in the background, as it takes 10 ms; with NCCL now, to free GPU memory."""
+        """Leave the group: an NCCL group at once, to free GPU memory; a gloo group in a thread, as it takes 10 ms."""
         if self._backend is Backend.GLOO and self._group is not None:
             in_background_soon(f"leave-{self._group.generation}", self._group.collective.close)
             self._group = None

@@ -221,7 +221,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
     _add_versions(app, server)
-    # These routes are instances, which Starlette treats as ASGI applications; they move bytes without a request object.
+    # Endpoints that are objects, not functions, are ASGI applications to Starlette: no request object is built.
     app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
     app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
     app.add_exception_handler(ContractError, _refused)

@@ -74,7 +74,7 @@ class Version:
 
 @final
 class VersionTable:
-    """The versions on one server, and the confirmed versions of the members for which it holds them."""
+    """The versions that a server holds for the engines, and the version that each engine has confirmed last."""
 
     def __init__(self, *, room: int) -> None:
         """Create a table of `room` versions: at least one that is complete and one that is being written."""
@@ -132,7 +132,7 @@ class VersionTable:
         if newest is not None and key < newest:
             raise StaleVersion(f"version must come after {named(newest)}, which is complete, got {named(key)}")
         for unfinished in self._held.keys() - self._whole():
-            # Do not reuse the memory of an unfinished version: its writer may still be writing.
+            # Drop an unfinished version instead of reusing its memory: its writer may still be writing.
             del self._held[unfinished]
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))

@@ -92,7 +92,7 @@ def test_publishing_only_at_steps_would_stall_some_runs(monkeypatch: pytest.Monk
     assert any(played(seed)[1] for seed in range(100))
 
 
-def test_lowering_staleness_bounds_below_the_served_version_causes_a_publication() -> None:
+def test_lowering_staleness_bounds_until_the_served_version_is_too_old_causes_a_publication() -> None:
     """The trainer waits for rollouts and no prompts may be issued, so the publication cannot wait for a step."""
     run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
     run.begin()

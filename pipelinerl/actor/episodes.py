@@ -9,11 +9,10 @@ as it stands. If no engine can answer a turn, the order fails.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, final
 
@@ -26,6 +25,7 @@ from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.episode import Episode, NewSegment
 from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
 from pipelinerl.errors import PipelineError
+from pipelinerl.system.background import run_together
 from pipelinerl.types import PromptOrder, Verdict
 from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
@@ -118,7 +118,7 @@ class Episodes:
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
         started = _from_first_turn(progress)
-        played = await _all([self.play(order, sample, started) for sample in range(order.sampling.num_samples)])
+        played = await run_together(self.play(order, sample, started) for sample in range(order.sampling.num_samples))
         answered_episodes = [each for each in played if each.episode.last is not None]
         progress.judged(
             [each.judgement for each in played if each.is_counted],
@@ -244,17 +244,6 @@ def _from_first_turn(progress: GroupProgress) -> GroupProgress:
         progress.sampled(engine)
 
     return replace(progress, begun=begun, sampled=sampled)
-
-
-async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order. The first failure cancels the rest and is raised alone, not in an ExceptionGroup."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:

@@ -1,7 +1,8 @@
 """Blocking calls in daemon threads, and their results in an event loop.
 
 `in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread; `tell` schedules a callback in
-the event loop; `to_its_end` completes work even if the caller is cancelled.
+the event loop; `to_its_end` completes work even if the caller is cancelled; `run_together` and `cancel_all` run and end
+several tasks.
 
 There are as many threads as concurrent calls, and an idle thread is reused. A shared executor would have only a few
 threads, each of which could be occupied by a hanging call until its deadline, and the interpreter would wait at exit.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -133,6 +134,23 @@ async def to_its_end(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await end
         raise
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order. The first failure cancels the rest and is raised alone, not in an ExceptionGroup."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks, and wait until they have ended; their results and errors are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pipelinerl.errors import AddressError
-from pipelinerl.system.background import to_its_end
+from pipelinerl.system.background import cancel_all, to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 
 GRACE_S: Final = 3
@@ -327,10 +327,7 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
         server.close()
         for connection in list(state.connections):
             connection.shutdown()
-        tasks = list(state.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(state.tasks)
 
 
 def serve(app: Starlette, listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Background threads pass their results to the event loop, and cause no errors if the loop is closed."""
+"""Background threads pass their results to the event loop; coroutines run together end together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.system.background import in_background, tell, to_its_end
+from pipelinerl.system.background import in_background, run_together, tell, to_its_end
 from tests.patience import PATIENCE_S
 
 
@@ -104,3 +104,28 @@ async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended and await to_its_end(work()) == "done"
+
+
+async def test_coroutines_run_together_return_their_results_in_order() -> None:
+    async def after(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    assert await run_together(map(after, (0.01, 0.0))) == [0.01, 0.0]
+
+
+async def test_first_failure_of_coroutines_run_together_cancels_the_rest_and_is_raised_alone() -> None:
+    ended = []
+
+    async def fail() -> None:
+        raise ValueError("bad")
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("wait")
+
+    with pytest.raises(ValueError, match="bad"):
+        await run_together(work() for work in (wait, fail))
+    assert ended == ["wait"]

@@ -171,7 +171,7 @@ class Controller:
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
                 return []
-            trainer.heard = (type(report).__name__, now)
+            trainer.last_report = (type(report).__name__, now)
         if isinstance(report, Question) and report.report_id in trainer.answers:
             return self._answer_again(trainer.answers[report.report_id])
         match report:

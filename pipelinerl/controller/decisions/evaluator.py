@@ -139,7 +139,7 @@ class Evaluator:
             epoch=state.epoch,
             pin=pin,
             engine=engine,
-            heard_at=now,
+            last_report_at=now,
             restarts=due.restarts,
             discarded=dict(due.discarded),
         )
@@ -162,7 +162,7 @@ class Evaluator:
         return [_abandoned(evaluation, reason)]
 
     def _check_deadlines(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
-        if now - evaluation.heard_at > self.plan.grace_s:
+        if now - evaluation.last_report_at > self.plan.grace_s:
             evaluation.given_up = f"no answer arrived for {self.plan.grace_s:g} s"
         elif holds_updates(state):
             evaluation.held_since = now if evaluation.held_since is None else evaluation.held_since

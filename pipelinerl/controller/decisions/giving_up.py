@@ -264,9 +264,9 @@ def _outdated(state: RunState) -> str:
 
 
 def _trainer(state: RunState, now: float) -> str:
-    if state.trainer.heard is None:
+    if state.trainer.last_report is None:
         return ""
-    report, reported_at = state.trainer.heard
+    report, reported_at = state.trainer.last_report
     silent_s = now - reported_at
     return f"; the trainer's last report, {report}, came {silent_s:.0f} s ago" if silent_s > SILENT_S else ""
 

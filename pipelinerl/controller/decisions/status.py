@@ -156,9 +156,9 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
 
 
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
-    if state.trainer.heard is None:
+    if state.trainer.last_report is None:
         return None
-    report, reported_at = state.trainer.heard
+    report, reported_at = state.trainer.last_report
     return status.TrainerStatus(last_report=report, silent_s=now - reported_at)
 
 

@@ -167,7 +167,7 @@ class Evaluation:
     engine: str = ""
     held_since: float | None = None
     """Time when updates were first postponed for this evaluation; None if they were not."""
-    heard_at: float = 0.0
+    last_report_at: float = 0.0
     """Time when the evaluation began or last received an answer, on the controller's clock."""
     restarts: int = 0
     discarded: dict[str, int] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Evaluation:
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
         """Add the first answer to problem `index` (None if it failed); return True if the problem must be reissued."""
-        self.heard_at = now
+        self.last_report_at = now
         if index in self.answers:
             return False
         if answer is not None and not self.accepts(answer):

@@ -169,7 +169,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 class TrainerRecord(msgspec.Struct, kw_only=True):
     """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
 
-    heard: tuple[str, float] | None = None
+    last_report: tuple[str, float] | None = None
     """Kind and arrival time of the trainer's last report."""
     pending_ready: TrainerReady | None = None
     """The trainer's ready report, which stays unanswered until the expected engines have joined."""

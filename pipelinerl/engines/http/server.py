@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar, final
@@ -28,9 +28,10 @@ from inference_contract import routes
 from inference_contract.completions import CompletionRequest, part_of_text, whole_text
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, ModelList
+from inference_contract.schemas import ChatCompletionChunk, ChatCompletionRequest, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
+from pipelinerl.system.background import run_together
 from pipelinerl.system.http_service import guard, refuse_in_one_shape, refused_body
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -180,17 +181,7 @@ async def _text(engine: Engine, receive: Receive, send: Send) -> None:
     if request.stream:
         await _unless_gone(_send_events(engine.stream(chats[0]), part_of_text, send), receive)
     else:
-        await _answer(send, whole_text(await _unless_gone(_all(engine, chats), receive)))
-
-
-async def _all(engine: Engine, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-    tasks = [asyncio.ensure_future(engine.complete(chat)) for chat in chats]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _answer(send, whole_text(await _unless_gone(run_together(map(engine.complete, chats)), receive)))
 
 
 async def _send_events(

@@ -53,7 +53,7 @@ def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
         assert not asked.add(index, given, now=1.0 + index)
     assert not asked.complete
     asked.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
-    assert asked.complete and asked.heard_at == 3.0
+    assert asked.complete and asked.last_report_at == 3.0
     result = result_of(asked)
     assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
     assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)

@@ -38,6 +38,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.errors import EngineUnreachable, PipelineError
 from pipelinerl.system import http_client
+from pipelinerl.system.background import cancel_all
 
 _HEALTH: Final = "/health"
 #: Timeout in seconds of each cleanup call to a server that has failed.
@@ -213,11 +214,8 @@ class ServerCore:
 
     async def close(self) -> None:
         """Close every stream and undo the setup; the server keeps running."""
-        tasks = [*self._following.values(), *([self._watching] if self._watching else [])]
-        for task in tasks:
-            task.cancel()
         try:
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all([*self._following.values(), *([self._watching] if self._watching else [])])
             await self._api.close()
         except PipelineError:
             pass  # the server has already ended, so there is nothing to undo

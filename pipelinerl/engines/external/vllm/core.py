@@ -37,7 +37,7 @@ from pipelinerl.engines.external.vllm.limits import (
     check_continued,
     check_request,
     sampling_of,
-    share_beside_copy,
+    share_without_copy,
     structure_of,
 )
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
@@ -108,7 +108,7 @@ class VllmCore:
         may_copy = True
         if options.memory_share is not None:
             total = current_platform.get_device_total_memory()
-            share, may_copy = share_beside_copy(options.memory_share, total, layout.num_bytes)
+            share, may_copy = share_without_copy(options.memory_share, total, layout.num_bytes)
             options = replace(options, memory_share=share)
         try:
             config = _arguments(options, cache_bytes).create_engine_config()

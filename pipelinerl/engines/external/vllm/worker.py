@@ -75,7 +75,7 @@ class StagedWeights:
         return sum(cache.nbytes for cache in caches), self._pipelinerl_copy.place
 
     def pipelinerl_stage(self, commit: int) -> bool:
-        """Copy the staged weights to the GPU beside sampling, as `DeviceCopy.advance` does."""
+        """Copy the staged weights to the GPU while it samples, as `DeviceCopy.advance` does."""
         return self._pipelinerl_copy.advance(commit)
 
     def pipelinerl_commit(self) -> None:

@@ -1,4 +1,4 @@
-"""`DeviceCopy`: staged weights on their way from shared host memory to the worker's GPU, copied beside sampling.
+"""`DeviceCopy`: staged weights on their way from shared host memory to the worker's GPU, copied while it samples.
 
 A commit that reads host memory pauses sampling for as long as PCIe takes: 0.3 to 0.7 s for 16 GB of pinned memory, 3 to
 4 s of pageable memory. A commit from memory of the GPU takes 2 · 16 GB ÷ 3 TB/s = 11 ms. These times are estimates from

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar, final
 import msgspec
 
 from pipelinerl.errors import UserError
+from pipelinerl.system.background import cancel_all
 from pipelinerl.system.http_client import (
     KEEP_ALIVE_S,
     ServiceFailed,
@@ -183,10 +184,7 @@ class RemoteRunner:
 
     async def close(self) -> None:
         """Cancel all requests; waiting work fails."""
-        tasks = [*self._requests, *([self._sender] if self._sender else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._requests, *([self._sender] if self._sender else [])])
         for item in self._waiting:
             _fail(item, SandboxLost("the runner is closed"))
         await self._session.close()

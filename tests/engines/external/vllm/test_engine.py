@@ -31,7 +31,7 @@ from pipelinerl.engines.external.vllm.limits import (
     check_experts_on_cpu,
     check_experts_on_gpu,
     check_request,
-    share_beside_copy,
+    share_without_copy,
 )
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
@@ -179,7 +179,7 @@ def test_vllm_options_that_other_engine_settings_determine_are_rejected_by_name(
 def test_second_copy_of_the_weights_is_part_of_the_memory_share_if_it_fits(
     weight_bytes: int, share: float, copies: bool
 ) -> None:
-    assert share_beside_copy(0.9, 80, weight_bytes) == (pytest.approx(share), copies)
+    assert share_without_copy(0.9, 80, weight_bytes) == (pytest.approx(share), copies)
 
 
 @pytest.mark.parametrize("experts", [0, 4])

@@ -447,7 +447,7 @@ class CoreLoop:
         def swapped(task: asyncio.Task[float]) -> None:
             with suppress(InvalidStateError):  # `_end` or a cancellation may have completed the future
                 if task.cancelled():
-                    answer.cancel()
+                    answer.set_exception(EngineStopped("the engine closed before the swap to the new weights"))
                 elif error := task.exception():
                     answer.set_exception(error)
                 else:
@@ -474,8 +474,6 @@ class CoreLoop:
                 self.serving = (epoch, version)
                 await core.resume()
                 served = True
-            except asyncio.CancelledError:
-                raise EngineStopped("the engine closed before the swap to the new weights") from None
             finally:
                 if not served and not self._stopping:
                     self._fail(

@@ -40,6 +40,8 @@ class ScriptedCore:
         self.last_act: Callable[[], object] = lambda: None
         self.may_pause = threading.Event()
         self.may_pause.set()
+        self.may_stage = threading.Event()
+        self.may_stage.set()
         self.may_close = threading.Event()
         self.may_close.set()
         self.is_closed = False
@@ -72,6 +74,8 @@ class ScriptedCore:
 
     async def stage(self) -> None:
         self.calls.append("stage")
+        while not self.may_stage.is_set():
+            await asyncio.sleep(0.002)
 
     async def load_staged(self, epoch: int, version: int) -> None:
         self.calls.append("load")
@@ -241,6 +245,17 @@ async def test_commit_stages_the_weights_before_it_pauses_the_core() -> None:
     async with world() as made:
         await made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE)
         assert made.core.calls == ["stage", "pause", "load", "resume"]
+
+
+async def test_commit_fails_with_engine_stopped_if_the_loop_stops_while_weights_are_staged() -> None:
+    async with world() as made:
+        made.core.may_stage.clear()
+        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
+        while made.core.calls != ["stage"]:
+            await asyncio.sleep(0.002)
+        assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(commit, PATIENCE_S)
 
 
 async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds() -> None:

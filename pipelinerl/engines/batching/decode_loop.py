@@ -213,8 +213,8 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, which the caller, holding the lock,
-        retires.
+        """Count a request's unfinished samples as aborted; return its rows, which the caller must retire.
+        The caller holds the lock.
         """
         if not request.unfinished:
             return []
@@ -234,7 +234,7 @@ class DecodeLoop:
             return
         computed = [each for each in admissions if each.sibling is None]
         self._score_prompts(computed)
-        # The last token has no prefill: the next step feeds it.
+        # Leave out the last token of each context: the next decode step feeds it.
         prefills = [Prefill(each.sequences[0].context[:-1], each.rows) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         if routes is not None and routes.is_on:
@@ -272,7 +272,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # append experts before tokens, so that no token lacks them
+        if routes is not None and routes.is_on:  # append experts before tokens, so that no token is without experts
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)

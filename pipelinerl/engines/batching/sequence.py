@@ -4,7 +4,7 @@ In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same 
 the weights that sampled its tokens. Only the positions at which the version changes are stored.
 
 A `TextWindow` holds the growing text of a sample: its decoded tokens, without the end-of-turn token, cut before a stop
-string. Text that may begin a stop string is held back until later tokens decide.
+string. Text that may begin a stop string is held back until later tokens show whether it does.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class Delivery:
 
 @final
 class ResponseWriter:
-    """Writer of the response to `request`, whole or in chunks, or of the chunks of tokens sampled since the last one.
+    """Writer of the response to `request`: whole, or in chunks of one token or of all tokens since the last chunk.
 
     `model` is the served model's name.
     """
@@ -388,7 +388,7 @@ class ResponseWriter:
         )
 
     def _answer(self, sequence: Sequence) -> ParsedAnswer:
-        """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
+        """Return the text and its tool calls; the calls' ids depend only on the tokens and the prompt's length."""
         text, tools = _text(sequence, self._tokenizer), offered_tools(self._chat)
         if not tools:
             return ParsedAnswer(text)

@@ -252,7 +252,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens, except engines that are `passed_over`, or None."""
+        """Return the engine with the fewest outstanding tokens that is not `passed_over`; None if there is none."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:

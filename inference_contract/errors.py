@@ -119,8 +119,8 @@ class Conflict(ContractError):
 class StaleGeneration(Conflict):
     """The process group is older than the one already joined.
 
-    `known` holds the joined `generation` and the latest `epoch` whose weights this engine has accepted. A trainer of
-    this epoch or a later one continues with a higher generation.
+    `known` holds the joined `generation` and the latest `epoch`, the number of a trainer process, that this engine has
+    accepted. A trainer of this epoch or a later one continues with a higher generation.
     """
 
     code = "stale_generation"

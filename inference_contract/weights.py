@@ -26,7 +26,7 @@ MAX_PIECES: Final = 2**20
 
 #: Limits on epochs, versions and generations, and the most by which one request may raise each of them. An engine
 #: never accepts a lower number again, so without limits one wrong request could lock out all trainers. Epochs count a
-#: run's trainers, versions count its steps. Group generations encode (epoch, set of engines, attempt), 2⁴⁰ per epoch.
+#: run's trainer processes, versions its steps. Generations encode (epoch, set of engines, attempt), 2⁴⁰ per epoch.
 MOST_EPOCH: Final = 2**21
 MOST_VERSION: Final = 2**40
 MOST_GENERATION: Final = 2**62

@@ -122,7 +122,7 @@ class BatchingEngine:
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- start and close -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model. Raises the exceptions of `load`. If it is cancelled, the thread ends once it has loaded."""

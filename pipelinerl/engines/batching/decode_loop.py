@@ -6,7 +6,7 @@
 | waits for | unblocked by |
 |---|---|
 | work, when there is none | `submit`, `commit`, `stop` |
-| the rows to empty, before a `drain` commit | each sample's token limit: decoding continues |
+| the rows to empty, before a `drain` commit | each sample's token limit, as decoding continues |
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
@@ -295,7 +295,7 @@ class DecodeLoop:
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """Fail requests whose rows have no finite log-prob; remove these rows from `token_ids` and `logprobs`."""
+        """Fail requests with a non-finite log-prob in a row; remove their rows from `token_ids` and `logprobs`."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
@@ -389,7 +389,7 @@ class DecodeLoop:
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:
-    """Return one prefill per distinct context of the running rows, with all rows that hold this context."""
+    """Return one prefill per distinct context of the running rows; it fills all rows with that context."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for row, sequence in enumerate(running):
         rows.setdefault(tuple(sequence.context[:-1]), []).append(row)

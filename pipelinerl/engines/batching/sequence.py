@@ -167,7 +167,7 @@ class Request:
     a choice earlier. `epoch` is that of the weights with which the request began. `unfinished` counts samples without a
     finish reason. Waiting requests with the lowest `priority` begin first. With `tells_routing`, `prompt_routed`
     [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. With `scores_prompt`,
-    `prompt_logprobs` [tokens] are those of the weights with which the request began.
+    `prompt_logprobs` [tokens] are computed with the weights with which the request began.
     """
 
     request_id: str

@@ -5,7 +5,7 @@ All samples of a request run on the same engine, which computes their prompt onc
 
 Answers arrive in parts, so the tokens sampled so far survive an engine's failure or removal, and another engine
 continues them (`PartialAnswer`). The request starts over if an engine cannot continue answers, rejects a continuation,
-or serves weights of another epoch than the answer's.
+or serves weights of another epoch (trainer process) than the answer's.
 
 An engine that rejects a request does not get that request again, but other engines do, since the engines of a run may
 differ. Once all serving engines have rejected the request, the last error is raised. An unspecific fault

@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row's blocks; `filed` has the index entries of its indexed blocks, None if older weights computed some."""
+    """A row's blocks; `filed` has the index entries of its first full blocks, None if they must not be indexed."""
 
     blocks: list[int]
     filed: list[int] | None

@@ -374,7 +374,7 @@ async def test_continue_update_keeps_the_kv_cache_and_recompute_kv_update_rebuil
         commit = await _commit(engine, on_update, version)
         await _steps(engine, gate, 1)
         await commit
-    # The last prefills cover three prompt tokens and two of three sampled ones; the newest is the next step's input.
+    # The last prefills cover three prompt tokens and two of three sampled tokens; the next step feeds the newest.
     assert gate.log == [
         "prefill 2 tokens to rows [0, 1]",
         "swap",
@@ -501,7 +501,7 @@ async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngin
     assert engine.serving() == (0, 4)
 
 
-# --- the end -----------------------------------------------------------------------------------------------------
+# --- closing and failures ----------------------------------------------------------------------------------------
 
 
 async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_stopped(

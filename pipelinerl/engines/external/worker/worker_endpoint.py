@@ -61,7 +61,7 @@ class WorkerEndpointFactory:
         self._shared: SharedBytes | None = None
 
     def lend(self, shared: SharedBytes) -> None:
-        """Set the memory that the worker maps behind the staging buffer."""
+        """Set the shared memory, of which `buffer` returns a part; the worker must map it."""
         self._shared = shared
 
     @contextmanager
@@ -95,7 +95,7 @@ class WorkerEndpointFactory:
         return backend in self._backends
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return a part of the shared memory, because the worker writes to no other memory."""
+        """Return a part of the shared memory: the worker cannot write to memory of the engine alone."""
         assert self._shared is not None
         try:
             self._shared.reserve(num_bytes)

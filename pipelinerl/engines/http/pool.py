@@ -340,7 +340,7 @@ class EnginePool:
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Set the serving engines. Engines in `finishing` may finish their requests; requests on others move."""
+        """Set the serving engines. Engines in `finishing` may finish their requests; those on other engines move."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)

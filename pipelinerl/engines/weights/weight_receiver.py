@@ -178,7 +178,7 @@ class WeightReceiver:
                 param="backend",
             )
         if request.backend is Backend.NCCL and self._member.would_begin(request):
-            # Leave the previous group first: a device that still receives for it cannot form another.
+            # Leave the previous group first: a device that still receives for it cannot join another.
             self.close()
         return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 

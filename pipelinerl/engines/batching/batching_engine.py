@@ -125,7 +125,7 @@ class BatchingEngine:
     # --- start and close -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises the exceptions of `load`. If it is cancelled, the thread ends once it has loaded."""
+        """Load the model. Raises the exceptions of `load`. If cancelled, the thread loads the model, then ends."""
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:

@@ -352,7 +352,7 @@ class ResponseWriter:
         return self._chunk(self.newest_version, choices, opens=opens)
 
     def usage_chunk(self, version: int) -> ChatCompletionChunk:
-        """Return the chunk that ends a stream with its usage, if `stream_options` request it."""
+        """Return the last chunk of a stream, with its usage; for requests with `include_usage`."""
         return self._chunk(version, [], used=_usage(self._request))
 
     def _choice(self, sequence: Sequence) -> Choice:

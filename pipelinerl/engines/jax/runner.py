@@ -1,8 +1,8 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
 The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
-call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs but
-rare ones, such as truncated sampling, and new weights never compile anything.
+call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs
+but rare ones, such as truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations

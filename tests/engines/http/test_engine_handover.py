@@ -201,7 +201,7 @@ async def test_answer_starts_over_on_an_engine_that_rejects_its_continuation() -
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
-    """Complete a request; once engine `a` has received it, let `a` drain, so that only engine `b` can reject it."""
+    """Complete a request; once engine `a` has received it, let `a` drain, so that `b` is the only serving engine."""
     running = asyncio.create_task(pool.complete(ask()))
     while not client.asked:
         await asyncio.sleep(0)

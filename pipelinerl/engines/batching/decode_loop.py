@@ -12,8 +12,8 @@ The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards th
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
 request and every commit is answered, however the thread ends.
 
-A request whose logits are not finite is rejected alone: its token is not delivered, and its keys and values are removed
-from the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
+If logits are not finite, only their request is rejected: its token is not delivered, and its keys and values leave the
+cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
 It keeps its tokens; as soon as there is room, its cache is recomputed with the serving weights.
 """
 

@@ -10,7 +10,7 @@ in flight keeps its blocks, but none of these is indexed again, because it follo
 turn that begins after an update therefore recomputes its conversation, as a new prompt does.
 
 An indexed block without a row is kept until its memory is needed. The least recently used one is evicted first, and of
-one sequence the last block first. This module holds numbers alone; `PageCache` owns the tensors.
+one sequence the last block first. This module holds only block numbers; `PageCache` owns the tensors.
 """
 
 from __future__ import annotations

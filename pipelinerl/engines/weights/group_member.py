@@ -32,7 +32,7 @@ from pipelinerl.system.background import in_background_soon, settled, tell
 
 
 class GroupEndpoint(Protocol):
-    """A rank's endpoint in a formed group, such as `Collective`. One thread uses it, but any may call `close`."""
+    """A rank's endpoint in a formed group, such as `Collective`. One thread uses it; any thread may `close` it."""
 
     def expect(self, key: str, *, deadline: float) -> str:
         """Return rank 0's announcement under `key`; wait until `deadline` (monotonic s). Raises as `broadcast` does."""

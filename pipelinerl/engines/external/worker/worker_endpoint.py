@@ -86,7 +86,7 @@ class WorkerEndpointFactory:
             self._line.setblocking(True)
 
     def close(self) -> None:
-        """Close the socket to the worker, which then serves no further endpoints. Repeating is a no-op."""
+        """Close the socket to the worker, which then joins no more groups. Repeating is a no-op."""
         if self._line is not None:
             self._line.close()
 

@@ -15,7 +15,7 @@
     │                                                         that the engine does not convert
     ├── OutOfRange                422 out_of_range            a value exceeds the range of the engine's dtype
     ├── Overloaded                429 overloaded              the waiting queue is full
-    ├── Dirty                     503 dirty                   partly received weights; a full update repairs this
+    ├── Dirty                     503 dirty                   a weight swap failed midway; a full update repairs this
     ├── EngineStopped             503 engine_stopped          the engine is closing
     ├── DigestMismatch            502 digest_mismatch         the received bytes differ from those sent
     ├── PeerLost                  502 peer_lost               another rank left or died during a join or a broadcast
@@ -119,8 +119,8 @@ class Conflict(ContractError):
 class StaleGeneration(Conflict):
     """The process group is older than the one already joined.
 
-    `known` holds the joined `generation` and the latest `epoch` whose weights this engine has accepted. A trainer of
-    this epoch or a later one continues with a higher generation.
+    `known` holds the joined `generation` and the latest `epoch`, the number of a trainer process, that this engine has
+    accepted. A trainer of this epoch or a later one continues with a higher generation.
     """
 
     code = "stale_generation"
@@ -182,7 +182,7 @@ class PeerLost(ContractError):
 
 
 class Dirty(ContractError):
-    """The engine holds partly received weights and serves again only after a full update."""
+    """The engine may hold a mix of old and new weights, and serves again only after a full update."""
 
     status = 503
     code = "dirty"

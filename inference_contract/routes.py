@@ -8,7 +8,7 @@
     GET  /health                  state and supported features            Health
     GET  /metrics                 load and totals, Prometheus text        EngineMetrics
 
-All routes except `/health` require the bearer token, if the engine has one. Errors have the shape of `errors`.
+All routes except `/health` require the bearer token, if the engine has one. `errors` describes the shape of errors.
 """
 
 from typing import Final

@@ -58,7 +58,7 @@ _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Return `fields` without those in `known` or `idle` that are null, and without those at a value listed in `idle`.
+    """Return `fields` without null fields named in `known` or `idle`, and without fields at a value that `idle` lists.
 
     A value that is not a mapping is returned unchanged, for the schema to reject.
     """
@@ -453,7 +453,7 @@ class ChatCompletion(Wire):
             `return_routed_experts`.
         prompt_logprobs: log-prob of each prompt token (0 for the first), if the request sets `return_prompt_logprobs`.
         model_version: newest version of the weights that sampled any of the answer.
-        epoch: trainer epoch of the weights that started sampling the answer.
+        epoch: number of the trainer process whose weights started sampling the answer.
     """
 
     id: str

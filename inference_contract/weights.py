@@ -26,7 +26,7 @@ MAX_PIECES: Final = 2**20
 
 #: Limits on epochs, versions and generations, and the most by which one request may raise each of them. An engine
 #: never accepts a lower number again, so without limits one wrong request could lock out all trainers. Epochs count a
-#: run's trainers, versions count its steps. Group generations encode (epoch, set of engines, attempt), 2⁴⁰ per epoch.
+#: run's trainer processes, versions its steps. Generations encode (epoch, set of engines, attempt), 2⁴⁰ per epoch.
 MOST_EPOCH: Final = 2**21
 MOST_VERSION: Final = 2**40
 MOST_GENERATION: Final = 2**62
@@ -301,11 +301,11 @@ class WeightUpdateRequest(Wire):
     Pull: after it answers `prepare`, the engine fetches the bytes from `routes.WEIGHTS` below a source, whole or in
     ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself requires. If a source
     fails, the engine tries the next. `prepare` must contain the digest and needs no group; a `prepare` of a later
-    version drops uncommitted bytes of an earlier one. Nothing needs to follow an `abort`.
+    version drops uncommitted bytes of an earlier one. After an `abort`, the next `prepare` may follow at once.
 
     Attributes:
         version: version of the new weights; it only rises, by at most `MOST_VERSION_STEP` above the engine's.
-        epoch: epoch of the trainer; it only rises, by at most `MOST_EPOCH_STEP` above the engine's.
+        epoch: number of the trainer process; it only rises, by at most `MOST_EPOCH_STEP` above the engine's.
         group: process group of the broadcast; required in PREPARE of a broadcast, as is its `generation`.
         pieces_key: key of the rendezvous store for the agreement on pieces, see above.
         sources: base URLs of servers that hold the same bytes, in order of preference.

@@ -119,7 +119,7 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that a stop string ends, its continuation from all tokens but the last, and their number.
+    """Return an answer that a stop string ends, its continuation after all but the last token, and the prefix length.
 
     Return None if the stop string does not end the answer. A greedy answer that repeats one character ends at its
     second token, with an empty text.

@@ -225,7 +225,7 @@ def pull_in_flight(session: Session) -> None:
 
 @contextmanager
 def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple[WeightServer, int]]:
-    """Yield a server, and a version with the weights of `tag + 1` that it holds; see `old_weights_stay`."""
+    """Yield a server, and the version under which it holds the weights of `tag + 1`; see `old_weights_stay`."""
     with (
         WeightServer(session.host, session.token) as server,
         old_weights_stay(session, partial(_pulled, session, server), tag=tag, when=when) as version,

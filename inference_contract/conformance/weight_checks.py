@@ -357,8 +357,8 @@ def updates_under_load(
 ) -> Iterator[LoadedUpdate]:
     """Yield updates made while samples of up to `length` tokens are in flight, until the session's timeout.
 
-    `prepare` returns the version served and the next one. `send(version)` sends the next one's bytes under load, before
-    COMMIT, which has the fields `commit`.
+    `prepare` returns the version served and the next one. `send(version)` sends the next one's bytes under load; then
+    COMMIT is sent, with the fields `commit`.
     """
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(length, session.card().context_length // 2)

@@ -18,8 +18,8 @@ from trainer_contract.types import WeightDType
 
 #: Maximum number of padded tokens in one prefill forward pass of the torch engine.
 PREFILL_TOKENS: Final = 16384
-#: Bytes per logit of a decode step: the sampler's fp32 copies, the fp64 sums and the sort of top-p (64), and what a
-#: captured CUDA graph, which samples without top-p, keeps (24).
+#: Bytes per logit of a decode step: 64 for the sampler's fp32 copies, its fp64 sums and the sort of top-p, and 24 for
+#: the tensors that a captured CUDA graph, which samples without top-p, keeps.
 _SAMPLING_BYTES: Final = 64 + 24
 
 

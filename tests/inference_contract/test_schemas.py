@@ -106,7 +106,7 @@ def test_difference_between_two_weight_layouts_names_the_first_mismatch(
     assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
 
 
-def test_weight_layout_has_no_difference_to_its_own_copy() -> None:
+def test_weight_layout_does_not_differ_from_its_own_copy() -> None:
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 

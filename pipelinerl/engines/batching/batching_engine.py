@@ -117,15 +117,15 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        # Tokenises one prompt at a time, to limit memory.
+        # One thread, so only one prompt at a time takes memory for tokenising.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- start and close -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises the exceptions of `load`. If this call is cancelled, the thread ends after loading."""
+        """Load the model. Raises the exceptions of `load`. If cancelled, the thread loads the model, then ends."""
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:
@@ -312,7 +312,7 @@ class BatchingEngine:
             if known is not None:
                 known[1](delivery)
 
-    # --- weights: the contract's two methods, and the receiver's target ------------------------------------------
+    # --- weights: the contract's two methods, and those of `WeightTarget` ------------------------------------------
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         self._started()

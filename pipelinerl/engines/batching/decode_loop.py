@@ -6,14 +6,14 @@
 | waits for | unblocked by |
 |---|---|
 | work, when there is none | `submit`, `commit`, `stop` |
-| the rows to empty, before a `drain` commit | each sample's token limit: decoding continues |
+| the rows to empty, before a `drain` commit | each sample's token limit, as decoding continues |
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
 request and every commit is answered, however the thread ends.
 
-A request whose logits are not finite is rejected alone: its token is not delivered, and its keys and values are removed
-from the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
+If logits are not finite, only their request is rejected: its token is not delivered, and its keys and values leave the
+cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted.
 It keeps its tokens; as soon as there is room, its cache is recomputed with the serving weights.
 """
 
@@ -213,8 +213,8 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, which the caller, holding the lock,
-        retires.
+        """Count a request's unfinished samples as aborted; return its rows, which the caller must retire.
+        The caller holds the lock.
         """
         if not request.unfinished:
             return []
@@ -234,7 +234,7 @@ class DecodeLoop:
             return
         computed = [each for each in admissions if each.sibling is None]
         self._score_prompts(computed)
-        # The last token has no prefill: the next step feeds it.
+        # Leave out the last token of each context: the next decode step feeds it.
         prefills = [Prefill(each.sequences[0].context[:-1], each.rows) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         if routes is not None and routes.is_on:
@@ -272,7 +272,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # append experts before tokens, so that no token lacks them
+        if routes is not None and routes.is_on:  # append experts before tokens, so that no token is without experts
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
@@ -295,7 +295,7 @@ class DecodeLoop:
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """Fail requests whose rows have no finite log-prob; remove these rows from `token_ids` and `logprobs`."""
+        """Fail requests with a non-finite log-prob in a row; remove their rows from `token_ids` and `logprobs`."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
@@ -389,7 +389,7 @@ class DecodeLoop:
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:
-    """Return one prefill per distinct context of the running rows, with all rows that hold this context."""
+    """Return one prefill per distinct context of the running rows; it fills all rows with that context."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for row, sequence in enumerate(running):
         rows.setdefault(tuple(sequence.context[:-1]), []).append(row)

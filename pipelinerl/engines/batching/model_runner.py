@@ -119,7 +119,7 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the staged weights current in a time independent of their size. The old weights may be overwritten."""
+        """Make the staged weights current in a time independent of their size. Then the old ones may be overwritten."""
         ...
 
 
@@ -133,8 +133,8 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 class RowTable:
     """The fields of all rows' `RowState`s as arrays [rows] on the host, which a runner slices.
 
-    `ids` is the dtype of token ids and positions. Every decode step returns to the host anyway, so arrays on the device
-    would save nothing.
+    `ids` is the dtype of token ids and positions. Every decode step returns its tokens to the host anyway, so arrays on
+    the device would save nothing.
     """
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
@@ -301,7 +301,7 @@ class Scheduler:
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
-        """Give free rows to preempted sequences and, if `new`, to requests, in the order of lowest `priority`, then
+        """Give free rows to preempted sequences and then, if `new`, to waiting requests: lowest `priority` first, then
         longest wait.
 
         `room` bounds the blocks that the sequences take; the first sequence of an idle engine always fits.

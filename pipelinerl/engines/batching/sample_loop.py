@@ -21,7 +21,7 @@ from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Delivery, Request
 from trainer_contract.types import Experts
 
-#: (epoch, version) of the weights in a model directory, which an engine serves until its first update.
+#: (trainer epoch, version) of the weights in a model directory, which an engine serves until its first update.
 UNTRAINED: Final = (0, 0)
 
 

@@ -4,7 +4,7 @@ In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same 
 the weights that sampled its tokens. Only the positions at which the version changes are stored.
 
 A `TextWindow` holds the growing text of a sample: its decoded tokens, without the end-of-turn token, cut before a stop
-string. Text that may begin a stop string is held back until later tokens decide.
+string. Text that may begin a stop string is held back until later tokens show whether it does.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Request:
     a choice earlier. `epoch` is that of the weights with which the request began. `unfinished` counts samples without a
     finish reason. Waiting requests with the lowest `priority` begin first. With `tells_routing`, `prompt_routed`
     [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. With `scores_prompt`,
-    `prompt_logprobs` [tokens] are those of the weights with which the request began.
+    `prompt_logprobs` [tokens] are computed with the weights with which the request began.
     """
 
     request_id: str
@@ -268,7 +268,7 @@ class Delivery:
 
 @final
 class ResponseWriter:
-    """Writer of the response to `request`, whole or in chunks, or of the chunks of tokens sampled since the last one.
+    """Writer of the response to `request`: whole, or in chunks of one token or of all tokens since the last chunk.
 
     `model` is the served model's name.
     """
@@ -352,7 +352,7 @@ class ResponseWriter:
         return self._chunk(self.newest_version, choices, opens=opens)
 
     def usage_chunk(self, version: int) -> ChatCompletionChunk:
-        """Return the chunk that ends a stream with its usage, if `stream_options` request it."""
+        """Return the last chunk of a stream, with its usage; for requests with `include_usage`."""
         return self._chunk(version, [], used=_usage(self._request))
 
     def _choice(self, sequence: Sequence) -> Choice:
@@ -388,7 +388,7 @@ class ResponseWriter:
         )
 
     def _answer(self, sequence: Sequence) -> ParsedAnswer:
-        """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
+        """Return the text and its tool calls; the calls' ids depend only on the tokens and the prompt's length."""
         text, tools = _text(sequence, self._tokenizer), offered_tools(self._chat)
         if not tools:
             return ParsedAnswer(text)

@@ -101,14 +101,14 @@ class CoreModel:
 
 
 class EngineCore(Protocol):
-    """A running core, used from the event loop that started it. If any method raises, the engine ends."""
+    """A running core, used from the event loop that started it. Errors other than rejections end the engine."""
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` if this core cannot serve the request; any thread may call this."""
         ...
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
-        """Begin the samples of one request. Samples of the same prompt and `salt` share their prompt's cache."""
+        """Begin one request's samples; equal prompts with equal `salt` share a cache. A rejection is a `ValueError`."""
         ...
 
     async def abort(self, sample_ids: list[str]) -> None:
@@ -182,7 +182,7 @@ class CoreLoop:
 
     Args:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
-        capacity: the number of samples that the core works on at once, and the number that may also wait in it.
+        capacity: the number of samples that the core works on at once, and the number that may wait in addition.
         deliver: hands one step's results to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
@@ -301,11 +301,11 @@ class CoreLoop:
         except asyncio.CancelledError:
             pass  # `stop` cancels this task
         finally:
-            self._end()  # answers the callers first, since closing a broken core takes long
+            self._end()  # answer the callers first, since closing a broken core takes long
             await self._core.close()
 
     def _interrupt(self) -> None:
-        """Cancel the task that waits for a step, unless it is already closing the core: a half-closed core leaks."""
+        """Cancel the task that waits for a step, unless it is already closing the core, which must finish."""
         if self._stepping is not None:
             self._stepping.cancel()
 

@@ -45,7 +45,7 @@ class EngineTeacher:
 
     def close(self) -> None:
         """Close the connections."""
-        # A thread of its own, because the caller's thread may already run an event loop.
+        # Use a new thread, because the caller's thread may already run an event loop.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self._closed).result()
 

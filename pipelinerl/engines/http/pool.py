@@ -5,7 +5,7 @@ All samples of a request run on the same engine, which computes their prompt onc
 
 Answers arrive in parts, so the tokens sampled so far survive an engine's failure or removal, and another engine
 continues them (`PartialAnswer`). The request starts over if an engine cannot continue answers, rejects a continuation,
-or serves weights of another epoch than the answer's.
+or serves weights of another epoch (trainer process) than the answer's.
 
 An engine that rejects a request does not get that request again, but other engines do, since the engines of a run may
 differ. Once all serving engines have rejected the request, the last error is raised. An unspecific fault
@@ -252,7 +252,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens, except engines that are `passed_over`, or None."""
+        """Return the engine with the fewest outstanding tokens that is not `passed_over`; None if there is none."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
@@ -340,7 +340,7 @@ class EnginePool:
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Set the serving engines. Engines in `finishing` may finish their requests; requests on others move."""
+        """Set the serving engines. Engines in `finishing` may finish their requests; those on other engines move."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)

@@ -68,7 +68,7 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         ("POST", routes.CHAT_COMPLETION_ALIAS, _Endpoint(chat)),
         ("POST", routes.COMPLETIONS, _Endpoint(partial(_text, engine))),
     ]
-    # Starlette checks the method of ASGI instances only if `methods` is given.
+    # The endpoints are objects, not functions, so Starlette checks the method only if `methods` is given.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
     app = Starlette(routes=found, lifespan=lifespan)
     refuse_in_one_shape(app)
@@ -141,7 +141,7 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
 
 @final
 class _Endpoint:
-    """A route as an ASGI instance: Starlette would wrap a function in its own request and response."""
+    """A route's endpoint as an ASGI object, because Starlette wraps functions in its own request and response."""
 
     def __init__(self, serve: Callable[[Receive, Send], Awaitable[None]]) -> None:
         self._serve = serve

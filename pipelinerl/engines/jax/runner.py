@@ -1,8 +1,8 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
 The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
-call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs but
-those of truncated sampling, and new weights never compile anything.
+call runs programs of `engines.jax.program` at one of the few shapes of `Buckets`. `warm_up` compiles all programs
+but rare ones, such as truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Buckets:
         prompts at once     1, 4, 16, … for each of `lengths`, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.
-    The number of programs, at most `num_programs`, grows with the logarithms of slots and context.
+    The number of programs (see `num_programs`) grows with the logarithms of slots and context.
     """
 
     rows: tuple[int, ...]
@@ -64,7 +64,7 @@ class Buckets:
 
     @property
     def num_programs(self) -> int:
-        """The most programs that are ever compiled: steps, sampling with and without truncation, prefills, copies."""
+        """The most programs for steps, prefills, copies and sampling, except for bias, penalties and top log-probs."""
         steps = len(self.rows) * len(self.lengths) + 2 * len(self.rows)
         return steps + sum(map(len, self.prompts)) + len(self.lengths)
 
@@ -218,7 +218,7 @@ class JaxRunner:
         return sampled.tolist(), np.asarray(logprobs)[used].tolist()
 
     def warm_up(self) -> None:
-        """Run every program once, except truncated sampling, so that no request waits for a compiler; resets rows."""
+        """Run every program once, except rare ones such as truncated sampling, to compile it; resets rows."""
         for length in self.buckets.lengths:
             for prompts in self.buckets.prompts_at(length):
                 self.prefill([Prefill([0] * length, [row]) for row in range(prompts)])

@@ -10,7 +10,7 @@ in flight keeps its blocks, but none of these is indexed again, because it follo
 turn that begins after an update therefore recomputes its conversation, as a new prompt does.
 
 An indexed block without a row is kept until its memory is needed. The least recently used one is evicted first, and of
-one sequence the last block first. This module holds numbers alone; `PageCache` owns the tensors.
+one sequence the last block first. This module holds only block numbers; `PageCache` owns the tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row's blocks; `filed` are the index entries of the first full ones, None if older weights computed them."""
+    """A row's blocks; `filed` has the index entries of its first full blocks, None if they must not be indexed."""
 
     blocks: list[int]
     filed: list[int] | None
@@ -90,7 +90,7 @@ class BlockTable:
 
     def begin(self, rows: Sequence[int], tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
         """Give empty `rows` blocks for `tokens` [T]; return the number of tokens whose blocks are already computed.
-        Full blocks are shared and already indexed, so the caller must compute them before they are read.
+        Full blocks are shared, and indexed at once, so the caller must compute them before any row reads them.
         """
         keys = self._found(tokens) if reuses else []
         filed = [self._entries[key][0] for key in keys]
@@ -129,7 +129,7 @@ class BlockTable:
         return Copies([own.blocks[full]] * len(tails) if tails else [], tails)
 
     def grow(self, positions: NDArray[np.int64]) -> bool:
-        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False without free blocks."""
+        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False if none is free."""
         for row in (positions >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
             if not self.free:
                 return False
@@ -187,7 +187,7 @@ class BlockTable:
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        # Cached blocks without a row are moved out of the first `limit` blocks, which hold those in use and some more.
+        # Move cached blocks without a row out of the first `limit` blocks: room for those in use and some more.
         limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True

@@ -95,7 +95,7 @@ class LlamaForward:
 
     def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model
-        self._is_fast = kernels is Kernels.FAST  # otherwise norms and rotations are computed as transformers does
+        self._is_fast = kernels is Kernels.FAST  # otherwise compute norms and rotations as transformers computes them
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = backbone.layers[0].self_attn.head_dim

@@ -192,7 +192,7 @@ class PageCache:
     def plan_prefill(
         self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int
     ) -> PrefillPlan:
-        """Plan a forward of prompts of `lengths` tokens from `start` on, padded to `longest`, into blocks of `rows`."""
+        """Plan a forward of tokens [start, length) of each prompt, padded to `longest`, into blocks of its `rows`."""
         size, table = self._shape.size, self.table
         sources, blocks, offsets = [], [], []
         for prompt, (own, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -1,6 +1,6 @@
 """Attention of a decode step over the blocks of `PageCache`, as Triton kernels for CUDA.
 
-`rotate_and_store` prepares it: a program for each head of each row normalises and rotates the new query or key, and
+`rotate_and_store` runs first: a program for each head of each row normalises and rotates the new query or key, and
 writes keys and values to the cache. Separate operations would be several kernels in each layer, which take longer to
 start than to run.
 

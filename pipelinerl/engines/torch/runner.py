@@ -49,8 +49,8 @@ class TorchRunner:
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         weights: the model's weights, from `served_weights`; None creates them.
-        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows, and too little
-            for one row raises `ModelError`.
+        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows; less than
+            one row needs raises `ModelError`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TorchRunner:
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
-        # Fewer rows save time only on a CPU: a GPU takes as long to read its weights for one row as for all.
+        # Merging equal rows saves time only on a CPU: a GPU takes as long to read its weights for one row as for all.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
 
     @property

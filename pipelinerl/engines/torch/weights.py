@@ -60,7 +60,7 @@ class TorchWeights:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of a further set of weights: none, because `staging` itself is served."""
+        """Bytes of weights besides the serving set and `staging`: none, because `staging` itself is served."""
         return 0
 
     @property

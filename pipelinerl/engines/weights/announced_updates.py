@@ -3,8 +3,8 @@
     trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
 
 An announced version runs through the same two requests, PREPARE and COMMIT, that a trainer could send to the engine. Of
-several announcements only the newest readable one is pulled. The follower reports in `taken` when it starts, and after
-each version.
+several announcements only the newest readable one is pulled, unless it leaves this engine out. The follower reports in
+`taken` when it starts, and after each version.
 
 | waits for | unblocked by |
 |---|---|

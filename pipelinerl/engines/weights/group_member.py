@@ -32,7 +32,7 @@ from pipelinerl.system.background import in_background_soon, settled, tell
 
 
 class GroupEndpoint(Protocol):
-    """A rank's endpoint in a formed group, such as `Collective`. One thread uses it, but any may call `close`."""
+    """A rank's endpoint in a formed group, such as `Collective`. One thread uses it; any thread may `close` it."""
 
     def expect(self, key: str, *, deadline: float) -> str:
         """Return rank 0's announcement under `key`; wait until `deadline` (monotonic s). Raises as `broadcast` does."""
@@ -146,7 +146,7 @@ class GroupMember:
         """Join, or wait for the join that the same request has begun; `epoch` is the latest that the engine knows.
 
         Raises:
-            StaleGeneration: a later membership has formed, or this one has failed or was left.
+            StaleGeneration: a later membership has formed, or this generation was used before.
             InvalidRequest: the generation is implausibly far above the one joined.
             Overloaded: too many joins wait for their peers.
             DeadlineExceeded: another rank did not join in time.
@@ -218,7 +218,7 @@ class GroupMember:
         return _status(request)
 
     def check(self, *, group: str | None, generation: int | None) -> None:
-        """Raise unless exactly this membership is joined and usable."""
+        """Raise unless exactly this group and generation is joined and usable."""
         self._promote()
         membership = self._membership
         if membership is None or not membership.usable:

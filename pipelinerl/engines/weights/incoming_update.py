@@ -1,8 +1,8 @@
 """`IncomingUpdate`: the transfer of one update into an engine's buffer, broadcast to it or pulled by it.
 
 The bytes are received and hashed on a separate thread, which always ends: a pull by the deadline of its PREPARE, a
-broadcast once no piece has arrived for the same time. `give_up` ends the transfer earlier: a pull within moments, a
-broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
+broadcast once no piece has arrived for the timeout of its PREPARE. `give_up` ends the transfer earlier: a pull within
+moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
 """
 
 from __future__ import annotations

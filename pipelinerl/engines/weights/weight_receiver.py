@@ -178,7 +178,7 @@ class WeightReceiver:
                 param="backend",
             )
         if request.backend is Backend.NCCL and self._member.would_begin(request):
-            # Leave the previous group first: a device that still receives for it cannot form another.
+            # Leave the previous group first: a device that still receives for it cannot join another.
             self.close()
         return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 
@@ -223,7 +223,7 @@ class WeightReceiver:
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """Drop an older epoch's update; reject an older epoch's request. Raises `StaleVersion` or `InvalidRequest`."""
+        """Drop an earlier trainer's update; reject its requests. Raises `StaleVersion` or `InvalidRequest`."""
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "

@@ -149,7 +149,7 @@ async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner,
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_with_ignore_eos_sampling_continues_after_end_tokens_and_prefixes_may_contain_them(
+async def test_with_ignore_eos_samples_continue_after_end_tokens_and_prefixes_may_contain_end_tokens(
     gate: GatedRunner, tokenizer: ChatTokenizer
 ) -> None:
     """With `ignore_eos`, an end token is part of the text, and other tokens may follow the end token."""
@@ -364,7 +364,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_update_in_continue_mode_keeps_the_kv_cache_and_in_recompute_kv_mode_rebuilds_it(
+async def test_continue_update_keeps_the_kv_cache_and_recompute_kv_update_rebuilds_it(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
@@ -374,7 +374,7 @@ async def test_update_in_continue_mode_keeps_the_kv_cache_and_in_recompute_kv_mo
         commit = await _commit(engine, on_update, version)
         await _steps(engine, gate, 1)
         await commit
-    # The last prefills cover three prompt tokens and two of three sampled ones; the newest is the next step's input.
+    # The last prefills cover three prompt tokens and two of three sampled tokens; the next step feeds the newest.
     assert gate.log == [
         "prefill 2 tokens to rows [0, 1]",
         "swap",
@@ -440,7 +440,7 @@ async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_samples_that_an_update_aborts_return_the_tokens_sampled_before(
+async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
@@ -501,7 +501,7 @@ async def test_idle_engine_commits_new_weights_immediately(engine: BatchingEngin
     assert engine.serving() == (0, 4)
 
 
-# --- the end -----------------------------------------------------------------------------------------------------
+# --- closing and failures ----------------------------------------------------------------------------------------
 
 
 async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_stopped(

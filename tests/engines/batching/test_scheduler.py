@@ -60,7 +60,7 @@ def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_olde
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_scheduler_names_the_running_sample_whose_prompt_cache_a_late_sample_copies() -> None:
+def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request() -> None:
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)

@@ -171,7 +171,7 @@ async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succ
 
 
 async def test_epoch_of_a_request_is_that_of_its_first_sampled_token() -> None:
-    """Samples begin one by one; the second one has its first token in epoch 1, the first one only in epoch 2."""
+    """The second of two samples gets its first token in epoch 1, the first sample only in epoch 2."""
     async with world() as made:
         pending = await made.submitted(2)
         first, second = (sample_id(sequence) for sequence in made.core.begun)

@@ -201,7 +201,7 @@ async def test_answer_starts_over_on_an_engine_that_rejects_its_continuation() -
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
-    """Complete a request; once engine `a` has received it, let `a` drain, so that only engine `b` can reject it."""
+    """Complete a request; once engine `a` has received it, let `a` drain, so that `b` is the only serving engine."""
     running = asyncio.create_task(pool.complete(ask()))
     while not client.asked:
         await asyncio.sleep(0)
@@ -232,7 +232,7 @@ SLOW_S = "0.2"
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
-    """Return answers that began on engine `dies` until `ends` cut them off, and uncut answers of engine `stays`."""
+    """Return answers that `ends` moves from engine `dies` to `stays`, and answers that `stays` alone gives."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
     async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]

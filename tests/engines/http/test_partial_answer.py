@@ -48,7 +48,7 @@ def answer(*chunks: ChatCompletionChunk) -> PartialAnswer:
     return made
 
 
-def test_request_of_which_no_token_was_received_is_sent_unchanged_to_the_next_engine() -> None:
+def test_request_without_received_tokens_is_sent_unchanged_to_the_next_engine() -> None:
     expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
     assert answer().rest() == expected
 
@@ -109,7 +109,7 @@ def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_tokens_kept_at_a_handover_count_once_as_kept_and_instead_as_resampled_if_they_are_dropped_later() -> None:
+def test_tokens_kept_at_a_handover_are_counted_once_and_move_to_resampled_if_dropped_later() -> None:
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()

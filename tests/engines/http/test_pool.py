@@ -256,7 +256,7 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
                 await pool.complete(long)
 
 
-async def test_engine_that_is_the_only_one_is_retried_after_a_failure() -> None:
+async def test_only_serving_engine_is_retried_after_a_failure() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"

@@ -160,7 +160,7 @@ def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunne
 
 
 def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
-    """No length, row count or weights need a new program; only top-k and top-p are compiled at their first use."""
+    """No length or row count needs a new program. Rare programs, such as for top-k, are compiled at first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
     for _ in range(12):

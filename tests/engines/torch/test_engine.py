@@ -198,7 +198,7 @@ def test_context_length_that_exceeds_that_of_the_model_is_rejected(options: Engi
         load_runner(replace(options, context_length=CONTEXT + 1))
 
 
-def test_engine_refuses_batch_invariant_kernels_where_its_bits_would_differ_from_the_trainers(
+def test_batch_invariant_kernels_are_rejected_if_engine_and_trainer_would_round_differently(
     options: EngineOptions, tmp_path: Path
 ) -> None:
     invariant = replace(options, kernels=Kernels.BATCH_INVARIANT)

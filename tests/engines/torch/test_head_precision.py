@@ -1,4 +1,4 @@
-"""Tests of the fp32 output layer of the engine: with and without transformers' modules, tied and untied, swapped."""
+"""Tests of the fp32 output layer of the engine: with and without transformers' modules, tied or not, after a swap."""
 
 from __future__ import annotations
 

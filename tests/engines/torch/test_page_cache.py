@@ -9,7 +9,7 @@ from pipelinerl.engines.torch.page_cache import AlikeRows
 ROWS = 8
 
 
-def test_rows_with_equal_tokens_are_computed_separately_if_they_are_too_small_a_part_of_the_batch() -> None:
+def test_rows_with_equal_tokens_are_computed_separately_if_too_few_rows_would_be_saved() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -18,7 +18,7 @@ def test_rows_with_equal_tokens_are_computed_separately_if_they_are_too_small_a_
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_one_row_of_several_with_equal_tokens_is_computed_for_all_until_their_tokens_differ() -> None:
+def test_rows_with_equal_tokens_are_computed_as_one_row_until_their_tokens_differ() -> None:
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])

@@ -174,7 +174,7 @@ def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings
 
 
 @pytest.mark.parametrize(("name", "products"), [("llama", 4), ("qwen3", 4), ("qwen2_untied", 6)])
-def test_layers_without_biases_join_projections_of_one_input_on_a_gpu_also_after_a_swap(
+def test_projections_of_one_input_without_biases_become_one_product_on_a_gpu_also_after_a_swap(
     directories: dict[str, Path], name: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, calls = _runner(directories[name]), []

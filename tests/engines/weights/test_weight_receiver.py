@@ -248,7 +248,7 @@ async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_para
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_uncommitted_update_is_replaced_by_the_next_update_of_its_group(setting: Setting) -> None:
+async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_timeout(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send()

@@ -257,7 +257,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver the tokens whose version is known; these are all, if no update has begun since the sample began."""
+        """Deliver the tokens whose version is known: all tokens, if no update has begun since the sample began."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended

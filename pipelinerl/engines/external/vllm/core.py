@@ -50,7 +50,7 @@ log = logging.getLogger("pipelinerl")
 
 #: Seconds that the core's process has to end before it is killed; it has no state that must be saved.
 _CORE_ENDS_S: Final = 1.0
-#: Seconds between two questions whether the workers have copied the weights; 16 GB take 300 to 700 ms.
+#: Interval in seconds between polls whether the workers have copied the weights; 16 GB take 300 to 700 ms.
 _COPY_POLL_S: Final = 0.01
 
 #: The most tokens that vLLM processes in one step on a CPU, unless `context_length` is larger.

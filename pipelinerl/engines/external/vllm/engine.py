@@ -1,6 +1,6 @@
 """The vLLM engine: vLLM's engine core behind the same contract, chat, streaming and weight updates as other engines.
 
-It supports vLLM 0.32 with unquantized weights. Weights arrive in host memory that all workers map: pulled, over gloo,
+It supports vLLM 0.32 with unquantized weights. Weights arrive in host memory that all workers map: by pull, over gloo,
 or by NCCL through the device of the first worker, which is the engine's endpoint in the weight group. `engine.devices`
 workers share the model by tensor parallelism, and share one copy of the bytes.
 

@@ -108,7 +108,7 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
 def share_without_copy(share: float, device_bytes: int, weight_bytes: int) -> tuple[float, bool]:
     """Return the share of the device that vLLM gets, and whether the rest of `share` is a second copy of the weights.
 
-    Without room for three times the weights, the copy would take too much of the cache, so there is none.
+    There is a copy only if `share` has room for three times the weights; otherwise it would leave too small a cache.
     """
     if share * device_bytes < 3 * weight_bytes:
         return share, False

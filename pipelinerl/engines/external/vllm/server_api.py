@@ -143,7 +143,7 @@ class VllmServerApi:
         if not answer["success"]:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
 
-    # --- how it was started --------------------------------------------------------------------------------------
+    # --- checks of the server's flags ----------------------------------------------------------------------------
 
     async def _known(self, path: str) -> Any:
         try:
@@ -178,5 +178,5 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-        # After a part of a prompt, vLLM rewinds the random generator, which is impossible on a CPU.
+        # After each part of a split prompt, vLLM rewinds the random generator, which is impossible on a CPU.
         yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

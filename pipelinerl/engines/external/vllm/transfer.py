@@ -35,7 +35,7 @@ class Share:
 
 @final
 class SharedTransfer:
-    """Transfer backend that reads shared memory; satisfies the used part of vLLM's `WeightTransferEngine`."""
+    """Transfer backend that reads shared memory; has the methods of `WeightTransferEngine` that vLLM calls."""
 
     supports_draft_weight_update = False
     defers_processing = False

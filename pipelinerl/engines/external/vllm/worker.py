@@ -56,7 +56,7 @@ class StagedWeights:
     def pipelinerl_attach(
         self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str, may_copy: bool
     ) -> tuple[int, str]:
-        """Map the staging buffer; return the bytes of this worker's cache, and the memory that commits read.
+        """Map the staging buffer; return this worker's cache size in bytes, and in words the memory that commits read.
 
         Args:
             path: name of the shared bytes, of which there are `num_bytes`.

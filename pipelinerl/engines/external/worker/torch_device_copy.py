@@ -45,9 +45,9 @@ class DeviceCopy:
         return self._place
 
     def advance(self, commit: int) -> bool:
-        """Begin the copy for the commit of this number, unless it is under way; return True once it is complete.
+        """Begin the copy for commit number `commit`, unless it has begun; return True once the copy is complete.
 
-        A new number means new bytes on the host: the commit before may have been cancelled after its copy.
+        A new number means new bytes on the host, even if the commit before was cancelled after its copy.
         """
         if self._copy is None:
             return True

@@ -160,7 +160,7 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
 def main(line: int, memory: int) -> None:
     """Fork a process for each group membership, when the membership's socket arrives over `line`; see `OwnProcess`.
 
-        python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
+        python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      (two inherited file descriptors)
 
     This process receives no weights itself. It ends when the engine dies or closes the socket.
     """

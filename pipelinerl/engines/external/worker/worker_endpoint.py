@@ -61,7 +61,7 @@ class WorkerEndpointFactory:
         self._shared: SharedBytes | None = None
 
     def lend(self, shared: SharedBytes) -> None:
-        """Set the memory that the worker maps behind the staging buffer."""
+        """Set the shared memory, of which `buffer` returns a part; the worker must map it."""
         self._shared = shared
 
     @contextmanager
@@ -86,7 +86,7 @@ class WorkerEndpointFactory:
             self._line.setblocking(True)
 
     def close(self) -> None:
-        """Close the socket to the worker, which then serves no further endpoints. Repeating is a no-op."""
+        """Close the socket to the worker, which then joins no more groups. Repeating is a no-op."""
         if self._line is not None:
             self._line.close()
 
@@ -95,7 +95,7 @@ class WorkerEndpointFactory:
         return backend in self._backends
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return a part of the shared memory, because the worker writes to no other memory."""
+        """Return a part of the shared memory: the worker cannot write to memory of the engine alone."""
         assert self._shared is not None
         try:
             self._shared.reserve(num_bytes)
@@ -126,8 +126,8 @@ class WorkerEndpointFactory:
 class WorkerEndpoint:
     """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`.
 
-    The worker writes to the memory that it shares with the staging buffer or, with `landing`, to that array, from which
-    the bytes are then copied.
+    The worker writes into the shared staging buffer or, with `landing`, into that shared array, from which the bytes
+    are then copied.
     """
 
     def __init__(self, line: socket.socket, *, name: str, landing: NDArray[np.uint8] | None = None) -> None:
@@ -154,7 +154,7 @@ class WorkerEndpoint:
             tensor.numpy()[:] = self._landing[:end]
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return the answer. If that is an error, leave the group and raise it."""
+        """Send an order to the worker; return the answer. If the answer is an error, leave the group and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -177,7 +177,7 @@ class WorkerEndpoint:
         return answer
 
     def close(self) -> None:
-        """Leave the group. A worker that is executing an order may still write until the worker ends."""
+        """Leave the group. A worker that is executing an order may still write until the order ends."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)
@@ -204,8 +204,8 @@ def endpoints_of(options: EngineOptions) -> EndpointFactory:
 class OwnProcess:
     """Factory of endpoints in separate processes, whose death the engine survives, for weights staged on the host.
 
-    If a peer sends more than it announced, gloo throws in one of its own threads and ends the process: here, a process
-    forked for this membership alone. The update then fails as if rank 0 had left, and the engine keeps serving.
+    If a peer sends more than it announced, gloo throws in one of its own threads and ends the process. Each membership
+    therefore has a forked process. If it ends, the update fails as if rank 0 had left, and the engine keeps serving.
 
         engine's process                      nursery, which has torch         a process for each membership
           OwnProcess ─────── starts ────────▶ torch_endpoint ───── forks ────▶ a thread ── Collective ── rank 0

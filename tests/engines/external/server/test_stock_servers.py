@@ -1,4 +1,4 @@
-"""Stock (unmodified) vLLM and SGLang servers behind the inference contract; SGLang's server is a verified fake.
+"""Stock (unmodified) vLLM and SGLang servers behind the contract; SGLang's is a fake, written from its sources.
 
 These tests check versions and log-probs, which the conformance kit cannot. `make test-vllm` runs a real vLLM server.
 """

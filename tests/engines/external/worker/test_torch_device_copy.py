@@ -12,7 +12,7 @@ from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from tests.patience import PATIENCE_S
 
 
-def test_worker_on_the_cpu_reads_the_shared_memory_itself() -> None:
+def test_worker_on_the_cpu_reads_the_shared_memory_without_a_copy() -> None:
     with SharedBytes(16) as shared:
         copy = DeviceCopy(shared.tensor, torch.device("cpu"))
         assert copy.advance(1)
@@ -22,7 +22,7 @@ def test_worker_on_the_cpu_reads_the_shared_memory_itself() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [True, False])
 def test_each_commit_on_a_gpu_reads_the_bytes_that_were_staged_for_it(allowed: bool) -> None:
-    """A cancelled commit leaves its copy behind, which the next commit must not read."""
+    """The second commit is cancelled after its copy; the third must not read this copy."""
     device = torch.device("cuda")
     with SharedBytes(2**26) as shared:
         copy = DeviceCopy(shared.tensor, device, allowed=allowed)

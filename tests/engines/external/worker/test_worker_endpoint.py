@@ -173,7 +173,7 @@ def test_receive_fails_immediately_when_the_worker_dies() -> None:
 
 
 def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's receiving thread has ended with torch's exception type, so the engine must not wait for it."""
+    """The worker reports torch's exception at once, so the engine does not wait until the receive's deadline."""
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")

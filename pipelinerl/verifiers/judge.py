@@ -170,14 +170,14 @@ class Judge:
     async def _opened(self) -> JudgeServer:
         """Return the server, which the first vote opens.
 
-        If that fails, votes that wait for it fail too; later ones retry.
+        If opening it fails, votes that wait for the server fail too; later votes retry.
         """
         if self._server is not None:
             return self._server
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
             self._opening.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(self._opening)  # a cancelled vote must not cancel the opening
+        return await asyncio.shield(self._opening)  # other votes may wait for the opening, too
 
     async def _open(self) -> JudgeServer:
         try:

@@ -276,7 +276,7 @@ _OF_THE_TEXT: Final = (
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Call a function again that failed on an answer; return True if it fails again, yet accepts the ground truth."""
+    """Retry a function on the answer that it failed on; return True if it fails again, yet accepts the ground truth."""
     if reward.of is Of.GROUP:
         return False  # it is unknown which answer of the group is at fault
     try:

@@ -21,7 +21,7 @@ def by_place(task, text):
 
 
 def strict(completion, answer):
-    """Compare the first character, or the whole if it is a number; crash on text without these."""
+    """Compare as integers if `answer` is one, else by the first character; crash on text without these."""
     if completion == "offline":
         raise ConnectionError("the dictionary is away")
     return float(int(completion.encode("ascii")) == int(answer) if answer.isdigit() else completion[0] == answer[0])

@@ -78,7 +78,7 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """Return the isolation of a single host process, which has no children or sockets and can read only libraries."""
+    """Return the weak isolation: a run is one host process, without children or sockets, that reads only libraries."""
     # If this process is root, use the system's Python: programs run as another user, who may not read root's files.
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()
     if not python.exists():
@@ -213,7 +213,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # a slot takes no run before its guest is up, so an idle slot can take the run instead
+            place.slot.start()  # start before taking a run, which an idle slot can take meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -226,7 +226,7 @@ class Sandbox:
             place.slot.close()
 
     def _watch_runs(self) -> None:
-        """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
+        """Loop: let queued runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

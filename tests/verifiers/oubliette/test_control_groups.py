@@ -43,7 +43,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_control_group_paths_are_derived_from_the_mounts_and_the_own_processs_group(
+def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_group(
     mounts: str, own: str, places: tuple[int, str, str, str | None] | None
 ) -> None:
     found = find(mounts, own)

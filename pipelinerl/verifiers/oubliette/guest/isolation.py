@@ -50,7 +50,7 @@ class GuestIsolation:
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
             for name in ("sys", "sysrq-trigger", "irq", "bus"):
-                # A run may mount its own /proc only if nothing is mounted over parts of this one.
+                # The kernel lets a run mount its own /proc only if nothing is mounted over parts of the server's.
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:

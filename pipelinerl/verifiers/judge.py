@@ -81,7 +81,7 @@ class JudgeSettings:
     Attributes:
         votes: number of replies for each answer, each sampled with its own seed.
         least_agreement: agreement, from 0 to 1, below which the votes are discarded.
-        correct_at: reward, from 0 to 1, from which an answer is correct.
+        correct_at: least reward, from 0 to 1, of a correct answer.
         most_chars: maximum number of characters of each quoted text.
         concurrency: maximum number of concurrent calls.
         remembered: number of cached verdicts.

@@ -62,7 +62,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
-    """Return the names of required parameters that are not in `known`, and of those that are positional-only."""
+    """Return the names of required parameters that are not in `known`, or are positional-only."""
     names = frozenset(known)
     return [
         each.name
@@ -201,7 +201,7 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """Convert a function's return value to a verdict, which is `correct` from a reward of `correct_at` on."""
+    """Convert a function's return value to a verdict, which is `correct` if the reward is at least `correct_at`."""
     if isinstance(value, Verdict):
         if not (math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD):
             sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"

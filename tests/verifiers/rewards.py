@@ -64,7 +64,7 @@ async def asynchronous_group(completions):
 
 
 def whatever(completion):
-    """Return a reward, fail or hang, as the completion's text tells."""
+    """Return a reward, fail or hang, as the completion's text says."""
     match completion:
         case "raise":
             return {}["nothing"]

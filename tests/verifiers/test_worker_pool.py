@@ -21,7 +21,7 @@ import pytest
 from pipelinerl.verifiers.worker_pool import FairSemaphore, WorkerLost, WorkerPool, _Forker, default_workers
 from tests.patience import PATIENCE_S, is_running, wait_until
 
-#: Makes a pool, given its number of workers, deadline and argument; the fixture closes the pool.
+#: Function that makes a pool from its number of workers, deadline and argument; the fixture closes the pool.
 MakePool = Callable[..., WorkerPool]
 SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are tied and forked on Linux")

@@ -31,7 +31,7 @@ _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limits for reading only the beginning of a file: rows, and bytes if the format can be read in part."""
+    """Limits for reading only a file's beginning: rows, and bytes for formats that can be read in part."""
 
     rows: int
     bytes: int
@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, each with at least those of `fields` that exist. Raises `RecipeError`."""
+        """Yield all rows in order, each with at least those of the `fields` that it has. Raises `RecipeError`."""
         ...
 
     def place(self, index: int) -> str:

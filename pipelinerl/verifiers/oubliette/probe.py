@@ -31,7 +31,7 @@ from pipelinerl.verifiers.oubliette.slot import Isolation
 _TRIES: Final = 5
 #: Seconds within which the kernel must end the remaining processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0
-#: Last line of an attack that the weak tier stops by an error: no /proc, no writing, no child processes.
+#: Matches the end of a traceback by which the weak tier stops an attack: no /proc, no writing, no child processes.
 _REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
 #: Text that a password file would contain.
 _PASSWORDS: Final = b"root:"

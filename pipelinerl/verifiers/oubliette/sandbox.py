@@ -28,7 +28,7 @@ _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: Seconds after which a run, or the start of a guest, no longer keeps another run from starting.
+#: Seconds after which a run (`_FRESH_S`) or a starting guest (`_STARTING_S`) no longer keeps another run from starting.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05

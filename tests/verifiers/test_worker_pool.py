@@ -206,7 +206,7 @@ async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() 
     assert forker.ended
 
 
-async def test_second_kill_of_a_worker_process_does_not_reap_it_before_asyncio(
+async def test_killing_a_worker_process_twice_leaves_it_to_asyncio_to_reap_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reaps, reap = threading.Event(), os.waitpid

@@ -26,7 +26,7 @@ _INNER_ID = 1000
 #: A run's working folder in the guest.
 FOLDER = "/tmp"
 
-#: Arguments of a system call that changes nothing, for rehearsals.
+#: Arguments of a system call that changes nothing, for rehearsals of a run (`program.py`).
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
 #: One step of confining a run: a function and its arguments. It fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

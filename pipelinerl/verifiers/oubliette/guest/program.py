@@ -27,7 +27,7 @@ _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: Modules that many programs import; the server loads them, so that forks need not.
 _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
-#: Number of executions after which the interpreter has specialised the code, with a margin.
+#: Number of rehearsals of a run after which the interpreter has specialised the bytecode, with a margin.
 _REHEARSALS = 12
 
 

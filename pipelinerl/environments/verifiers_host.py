@@ -41,7 +41,7 @@ _UNTRAINED, _MAIN = "untrained-", "main"
 def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
     connection = take_connection()
-    # verifiers' judges open a client for each call, and spend most of that time on reading the trusted certificates.
+    # A judge of verifiers opens a client for each call, and would spend most of the time on reading certificates.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))

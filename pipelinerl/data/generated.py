@@ -51,7 +51,7 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
 
 @final
 class GeneratedSource:
-    """Those problems of a generator that belong to one split.
+    """The problems of a generator that belong to one split.
 
     `draw` is a pure function from a 63-bit key to a draft. Drafts whose whole ground truth does not match `pattern` are
     skipped.
@@ -158,7 +158,7 @@ def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
 
 
 def _without_pattern(request: SourceRequest) -> tuple[dict[str, Any], re.Pattern[str] | None]:
-    """Return the other parameters, and the regular expression `answer_pattern`, which whole answers must match."""
+    """Return the parameters without `answer_pattern`, and this regular expression, which whole answers must match."""
     parameters = dict(request.parameters)
     answer_pattern = parameters.pop("answer_pattern", None)
     try:

@@ -5,8 +5,9 @@ the line of cumulative weights, each domain is an interval. A block places `size
 a domain gets as many problems as points fall into its interval (systematic sampling, Madow and Madow 1944): the floor
 or ceiling of size × share.
 
-The first point moves by the golden ratio from block to block, the sequence of lowest discrepancy. A domain's count over
-any number of blocks therefore stays within a few problems of its share. Order within a block is shuffled by seed.
+The first point moves by the golden ratio from block to block, which gives the sequence of lowest discrepancy. A
+domain's count over any number of blocks therefore stays within a few problems of its share. Order within a block is
+shuffled by seed.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def split_of(messages: Sequence[Message]) -> Split:
 class ShuffledEpochs:
     """A split's items [M] in epochs, each shuffled differently. Validation and held-out splits have only one epoch.
 
-    `name` selects the random numbers. `what` and `remedy` are parts of the error past the end of the only epoch.
+    `name` is part of the seed of the shuffles. `what` (the items' plural) and `remedy` are parts of the error message
+    for an index past the end of a single epoch.
     """
 
     def __init__(self, items: NDArray[np.int64], request: SourceRequest, *, name: str, what: str, remedy: str) -> None:

@@ -84,7 +84,7 @@ class EpisodeClient:
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to the gateway and return the JSON of its response.
 
-        Raises `ConversationOver` if a limit of the episode is reached, or else `ChatRefused`.
+        Raises `ConversationOver` if a limit of the episode is reached, and `ChatRefused` for any other rejection.
         """
         base = self.base_url if path.startswith("/chat") else self.base_url.removesuffix("/v1")
         async with self._session.post(

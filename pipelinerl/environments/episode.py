@@ -42,7 +42,8 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Matches the beginning of a malformed tool call in any format. Parsed calls are no longer in an answer's text.
+#: Matches the beginning of a tool call in any format. A match in an answer's text is a malformed call, since the
+#: engine removes the calls that it can parse from the text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: Parameters of an agent's request that the `PromptOrder` overrides; they are dropped and counted.
 _SAMPLING: Final = frozenset(
@@ -158,7 +159,7 @@ class ToolCalls:
 
 @final
 class Episode:
-    """The episode of one of the samples that a `PromptOrder` requests; for use from a single event loop."""
+    """The episode of one sample of the group that a `PromptOrder` requests; for use from a single event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -242,8 +243,8 @@ class Episode:
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
                 if message.reasoning_content is not None:
-                    # the gateway put the thinking into this field for the agent, and the chat template may not support
-                    # the field
+                    # Remove the thinking, which the gateway put into this field for the agent: the chat template may
+                    # not support the field.
                     messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results

@@ -296,7 +296,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
 
 
 async def _unless_gone(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`; cancel `work` and raise `ClientDisconnect` if the client disconnects before."""
+    """Return the result of `work`; cancel `work` and raise `ClientDisconnect` if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:

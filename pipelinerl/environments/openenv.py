@@ -5,7 +5,7 @@
     {"type": "close"}
 
 Each connection is a session that plays one episode. Each answer of the model is one action. `GET /schema` describes
-actions: if an action has one field, or requires one, the answer's text is that field's value. The actions of an MCP
+actions: if an action has or requires exactly one field, the answer's text is that field's value. The actions of an MCP
 server are tool calls. Any other action is a JSON object that the model writes.
 
 | waits for | unblocked by | or, at the latest |
@@ -286,7 +286,7 @@ class OpenEnvSession:
 class Actions:
     """The fields of a server's actions, read from their JSON schema.
 
-    Raises `ReferenceFailed` if no field is named `chosen`.
+    `chosen` is the field that the answer's text fills, or None. Raises `ReferenceFailed` if there is no such field.
     """
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:

@@ -128,7 +128,7 @@ class OneRequest:
 
 
 def names_of(tools: Sequence[Any]) -> set[str]:
-    """Return the names of tools in OpenAI's form; invalid tools are left out here, and rejected by validation."""
+    """Return the names of tools in OpenAI's form. Skip invalid tools, which validation rejects later."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return {str(each.get("name")) for each in functions if isinstance(each, Mapping)}
 

@@ -61,7 +61,7 @@ def _loop_around(kind: Any) -> Play:
                 if step.reward:
                     await client.reward(step.reward)
                 if step.done:
-                    return 0.0  # the rewards of the turns, already reported, are added to this 0
+                    return 0.0  # adds nothing to the rewards already reported for the turns
                 messages += [answer, *step.messages]
         finally:
             if hasattr(environment, "close"):

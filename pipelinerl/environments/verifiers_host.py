@@ -41,7 +41,7 @@ _UNTRAINED, _MAIN = "untrained-", "main"
 def main() -> None:
     """Load the taskset, report readiness, and play episodes until the socket closes."""
     connection = take_connection()
-    # A judge of verifiers opens a client for each call. Reading the trusted certificates takes most of that time.
+    # A judge of verifiers opens a client for each call, and would spend most of the time on reading certificates.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
@@ -212,7 +212,7 @@ def _offer_chat_harness() -> None:
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
 
-    # All episodes share these connections: reading the trusted certificates takes longer than an episode of one turn.
+    # All episodes share these connections: a new client reads the trusted certificates, which takes longer than a turn.
     connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
 
     class ChatHarnessConfig(vf.HarnessConfig):

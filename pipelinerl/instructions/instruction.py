@@ -72,7 +72,7 @@ _ABBREVIATIONS: Final = frozenset(
         "no", "prof", "rev", "sr", "st", "vol", "vs",
     }
 )  # fmt: skip
-#: Number of characters searched for an abbreviation: the longest one, with its dot and room for a bracket.
+#: Number of characters before a sentence's end searched for an abbreviation: the longest, its dot and a bracket.
 _LOOK_BACK: Final = 12
 
 

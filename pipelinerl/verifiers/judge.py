@@ -81,7 +81,7 @@ class JudgeSettings:
     Attributes:
         votes: number of replies for each answer, each sampled with its own seed.
         least_agreement: agreement, from 0 to 1, below which the votes are discarded.
-        correct_at: reward, from 0 to 1, from which an answer is correct.
+        correct_at: least reward, from 0 to 1, of a correct answer.
         most_chars: maximum number of characters of each quoted text.
         concurrency: maximum number of concurrent calls.
         remembered: number of cached verdicts.
@@ -170,14 +170,14 @@ class Judge:
     async def _opened(self) -> JudgeServer:
         """Return the server, which the first vote opens.
 
-        If that fails, votes that wait for it fail too; later ones retry.
+        If opening it fails, votes that wait for the server fail too; later votes retry.
         """
         if self._server is not None:
             return self._server
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
             self._opening.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(self._opening)  # a cancelled vote must not cancel the opening
+        return await asyncio.shield(self._opening)  # other votes may wait for the opening, too
 
     async def _open(self) -> JudgeServer:
         try:

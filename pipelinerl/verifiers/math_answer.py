@@ -29,7 +29,7 @@ _STATED: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORE
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
 #: Longest answer given to the parser, after normalisation; before normalisation it may have twice that length.
 _MAX_ANSWER_CHARS: Final = 2000
-#: An answer whose comparison misses the deadline is wrong if the processor time is at least this share of the deadline.
+#: If a comparison misses the deadline, its answer is wrong if the comparison used this share of it in processor time.
 _SHARE_SPENT: Final = 0.5
 #: Number of characters of an answer that a verdict shows.
 _SHOWN: Final = 200

@@ -62,7 +62,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
-    """Return the names of required parameters that are not in `known`, and of those that are positional-only."""
+    """Return the names of required parameters that are not in `known`, or are positional-only."""
     names = frozenset(known)
     return [
         each.name
@@ -201,7 +201,7 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """Convert a function's return value to a verdict, which is `correct` from a reward of `correct_at` on."""
+    """Convert a function's return value to a verdict, which is `correct` if the reward is at least `correct_at`."""
     if isinstance(value, Verdict):
         if not (math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD):
             sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"
@@ -276,7 +276,7 @@ _OF_THE_TEXT: Final = (
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Call a function again that failed on an answer; return True if it fails again, yet accepts the ground truth."""
+    """Retry a function on the answer that it failed on; return True if it fails again, yet accepts the ground truth."""
     if reward.of is Of.GROUP:
         return False  # it is unknown which answer of the group is at fault
     try:

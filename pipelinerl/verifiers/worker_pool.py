@@ -418,9 +418,9 @@ _KEPT: Final = 0.98
 class FairSemaphore:
     """A limited number of places, given first to the groups with the fewest slow questions, then in order of arrival.
 
-    To avoid starvation, every fourth free place goes to the group that has waited longest, out of turn. Places given
-    out of turn are held for at most a quarter of the total time, since slow questions hold them for longer. `slow_of`,
-    the number of slow questions per group, is read when a place becomes free.
+    To avoid starvation, every fourth free place goes to the group that has waited longest, out of turn. Slow questions
+    hold places for longer, so places given out of turn are also limited to a quarter of the total time. `slow_of`, the
+    number of slow questions per group, is read when a place becomes free.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:

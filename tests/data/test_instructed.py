@@ -38,7 +38,7 @@ def test_reference_answers_have_the_configured_length() -> None:
     assert problems(40, kinds=kinds) == problems(40, kinds=kinds, sentences=3)
 
 
-def test_every_kind_of_instruction_occurs_except_response_language() -> None:
+def test_generated_problems_use_every_kind_of_instruction_except_response_language() -> None:
     kinds = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
     assert kinds == CATALOGUE.keys() - {"language:response_language"}
 

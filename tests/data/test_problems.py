@@ -42,7 +42,7 @@ def test_generated_problem_is_a_pure_function_of_seed_and_index():
     assert [train.problem(i) for i in range(20)] != [source("addition", seed=1).problem(i) for i in range(20)]
 
 
-def test_held_out_problems_are_distinct_and_too_few_are_rejected():
+def test_held_out_problems_are_distinct_and_requesting_more_than_exist_is_rejected():
     held_out = source("addition", Split.HELD_OUT, max_digits=1)  # of 100 possible problems, about 10 are held out
     with pytest.raises(RecipeError, match=r"holds? only \d+ distinct"):
         prompts(held_out, 100)
@@ -57,7 +57,7 @@ def test_addition_answers_are_correct():
         assert int(problem.ground_truth) == int(a) + int(b)
 
 
-def test_reasoning_gym_problems_fit_the_parameters():
+def test_reasoning_gym_problems_follow_the_parameters_of_the_recipe():
     spelling = source("reasoning_gym:spell_backward", **SPELLING)
     problems = [spelling.problem(i) for i in range(100)]
     for problem in problems:
@@ -131,7 +131,7 @@ def test_problems_of_a_held_out_file_are_not_trained_on(tmp_path):
     assert len(parts[1] | parts[2]) == 48
 
 
-def test_error_names_the_invalid_line_of_a_file(tmp_path):
+def test_error_names_the_invalid_line_of_a_data_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
     with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing; the row has prompt$'):

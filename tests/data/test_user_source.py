@@ -99,7 +99,7 @@ def test_problem_with_an_empty_question_is_rejected(messages: tuple[Message, ...
     assert "p7 has no question: it has no message, or the last one is empty" in refused(Silent)
 
 
-def test_empty_tool_message_is_accepted() -> None:
+def test_problem_whose_last_message_is_an_empty_tool_result_is_accepted() -> None:
     class Called:
         def problem(self, index: int) -> Problem:
             return Problem(

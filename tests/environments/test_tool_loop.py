@@ -135,7 +135,7 @@ async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_gives_a_verifier_e
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
-async def test_agent_gets_only_the_answer_after_a_recipes_tool_call_and_all_turns_are_in_one_segment() -> None:
+async def test_agent_sees_only_the_answer_after_the_recipes_tool_calls_and_all_turns_form_one_segment() -> None:
     seen = []
 
     async def agent(client: EpisodeClient) -> None:

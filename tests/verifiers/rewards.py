@@ -21,7 +21,7 @@ def by_place(task, text):
 
 
 def strict(completion, answer):
-    """Compare the first character, or the whole if it is a number; crash on text without these."""
+    """Compare as integers if `answer` is one, else by the first character; crash on text without these."""
     if completion == "offline":
         raise ConnectionError("the dictionary is away")
     return float(int(completion.encode("ascii")) == int(answer) if answer.isdigit() else completion[0] == answer[0])
@@ -64,7 +64,7 @@ async def asynchronous_group(completions):
 
 
 def whatever(completion):
-    """Return a reward, fail or hang, as the completion's text tells."""
+    """Return a reward, fail or hang, as the completion's text says."""
     match completion:
         case "raise":
             return {}["nothing"]

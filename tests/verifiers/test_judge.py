@@ -357,12 +357,12 @@ def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason
         ('{"a":' * 150, "no score"),
     ],
 )
-def test_judges_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: str) -> None:
+def test_judges_reply_without_exactly_one_valid_score_is_rejected(reply: str, sentence: str) -> None:
     with pytest.raises(Unreadable, match=sentence):
         JSON.read(reply)
 
 
-def test_score_is_read_from_the_group_of_the_recipes_regular_expression() -> None:
+def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expression() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
                             ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),

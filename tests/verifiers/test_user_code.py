@@ -184,7 +184,7 @@ async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence
     assert "\n" not in str(raised.value)
 
 
-async def test_no_worker_for_rewards_starts_before_the_first_answer_is_judged() -> None:
+async def test_opening_the_verifier_of_a_domain_starts_no_thread() -> None:
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

@@ -169,7 +169,7 @@ async def test_math_verifier_times_out_on_an_endless_expression_and_judges_the_n
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_math_answer_over_the_deadline_is_wrong_if_it_used_enough_cpu_time_and_else_a_timeout(
+async def test_math_answer_over_the_deadline_is_wrong_if_it_used_enough_cpu_time_and_otherwise_a_timeout(
     share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)

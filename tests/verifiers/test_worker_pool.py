@@ -21,7 +21,7 @@ import pytest
 from pipelinerl.verifiers.worker_pool import FairSemaphore, WorkerLost, WorkerPool, _Forker, default_workers
 from tests.patience import PATIENCE_S, is_running, wait_until
 
-#: Makes a pool, given its number of workers, deadline and argument; the fixture closes the pool.
+#: Function that makes a pool from its number of workers, deadline and argument; the fixture closes the pool.
 MakePool = Callable[..., WorkerPool]
 SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are tied and forked on Linux")
@@ -206,7 +206,7 @@ async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() 
     assert forker.ended
 
 
-async def test_second_kill_of_a_worker_process_does_not_reap_it_before_asyncio(
+async def test_killing_a_worker_process_twice_leaves_it_to_asyncio_to_reap_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reaps, reap = threading.Event(), os.waitpid

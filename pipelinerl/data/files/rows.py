@@ -31,7 +31,7 @@ _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limits for reading only the beginning of a file: rows, and bytes if the format can be read in part."""
+    """Limits for reading only a file's beginning: rows, and bytes for formats that can be read in part."""
 
     rows: int
     bytes: int
@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, each with at least those of `fields` that exist. Raises `RecipeError`."""
+        """Yield all rows in order, each with at least those of the `fields` that it has. Raises `RecipeError`."""
         ...
 
     def place(self, index: int) -> str:
@@ -211,7 +211,7 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     ]
     ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # Only lines of up to two bytes are checked, for speed. A longer blank line is reported later, as invalid JSON.
+    # For speed, only lines of up to two bytes are removed if blank; longer blank lines fail later, as invalid JSON.
     short = np.flatnonzero(ends - starts < 3)
     blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)

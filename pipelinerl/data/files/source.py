@@ -80,7 +80,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return the order of problems with pass rates `rates` [M], i64 [over]; not for the order `SHUFFLED`."""
+        """Return the indexes, i64 [over], in order, of M problems with pass rates `rates`; not for order `SHUFFLED`."""
         count, over = len(rates), self.over or len(rates)
         shuffled = rng.generator(seed, "curriculum", "ties").permutation(count)
         hardness = rates[shuffled] if self.order is ProblemOrder.HARD_FIRST else -rates[shuffled]
@@ -208,7 +208,7 @@ def source_of_rows(
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # a question that is also in another split stays here; the other splits drop it
+        apart = []  # drop no question here: a question in several splits is dropped by the others
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)
@@ -277,7 +277,8 @@ def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str],
     """Return the files of the training split, and of each other split that has its own files.
 
     `layouts` holds the layout of each path in the recipe. `named` maps each split to the name that the recipe gives
-    for it, or to "". Raises `RecipeError` if the data set has no split of that name, or the recipe must name a split.
+    for it, or to "". Raises `RecipeError` if the data set has no split of that name, or if the recipe does not name
+    a split that it must name.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)

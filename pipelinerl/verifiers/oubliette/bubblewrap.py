@@ -18,12 +18,12 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Environment variable that resolves the interpreter's symbols at its start; otherwise each run would resolve them
-#: again.
+#: Environment variable that makes the interpreter resolve all symbols once, at its start; otherwise each run would
+#: resolve them again.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; some may be symbolic links.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-#: Files in /etc that a guest sees, for the linker, alternatives of programs, and Java's time zone.
+#: Files in /etc that a guest sees, for the linker, Debian's alternatives, and Java's time zone.
 _OF_ETC: Final = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 #: Folders in /etc with settings that Java needs to start.
 _JAVA: Final = "java-*-openjdk"

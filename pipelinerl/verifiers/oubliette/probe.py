@@ -1,4 +1,5 @@
-"""Tests of a sandbox: `opened` tries some attacks on each new sandbox before it is used; `attacked` tries given ones.
+"""Tests of a sandbox: `opened` tries some attacks on each new sandbox before it is used; `attacked` tries the
+attacks that its caller gives.
 
 The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
 be tried is reported as left out.
@@ -30,7 +31,7 @@ from pipelinerl.verifiers.oubliette.slot import Isolation
 _TRIES: Final = 5
 #: Seconds within which the kernel must end the remaining processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0
-#: Last line of an attack that the weak tier stops by an error: no /proc, no writing, no child processes.
+#: Matches the end of a traceback by which the weak tier stops an attack: no /proc, no writing, no child processes.
 _REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
 #: Text that a password file would contain.
 _PASSWORDS: Final = b"root:"
@@ -81,7 +82,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
 def attacked(
     isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try all attacks; attacks that need a preceding run get a sandbox with a single slot."""
+    """Try the given attacks; those that need a preceding run get a sandbox with a single slot."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(isolation, at_once=1, slots_each=1)
@@ -95,8 +96,8 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Function that waits for a started attack. It returns the results of all programs run for the attack, that of the
-#: attack itself last, or the reason why the attack was skipped.
+#: Function that waits for a started attack. It returns a list, of the compiler's result (for a compiled language)
+#: and the attack's own result, or the reason why the attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 
@@ -145,7 +146,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    ran = attack.language == "python" or len(results) > 1  # otherwise the only result is the compiler's
+    ran = attack.language == "python" or len(results) > 1  # else only the compiler ran
     if b"ESCAPED" in last.stdout and ran:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])

@@ -1,6 +1,6 @@
 """`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does so in this machine's sandbox.
 
-The operations are RLAX's two (§6.1), compiling a source and running a program on an input, and checking an output.
+RLAX has two operations (§6.1): compiling a source, and running a program on an input. Checking an output is a third.
 Contents are bytes or links; outputs stay where they were written and are passed by link. A program's guest never
 contains the expected answer, since a checker is a separate run.
 """

@@ -28,7 +28,7 @@ _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: Seconds after which a run, or the start of a guest, no longer keeps another run from starting.
+#: Seconds after which a run (`_FRESH_S`) or a starting guest (`_STARTING_S`) no longer keeps another run from starting.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05
@@ -78,7 +78,7 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """Return the isolation of a single host process, which has no children or sockets and can read only libraries."""
+    """Return the weak isolation: a run is one host process, without children or sockets, that reads only libraries."""
     # If this process is root, use the system's Python: programs run as another user, who may not read root's files.
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()
     if not python.exists():
@@ -213,7 +213,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # a slot takes no run before its guest is up, so an idle slot can take the run instead
+            place.slot.start()  # start before taking a run, which an idle slot can take meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -226,7 +226,7 @@ class Sandbox:
             place.slot.close()
 
     def _watch_runs(self) -> None:
-        """Loop: let further runs start if current ones take long, and lower the processor share of long runs."""
+        """Loop: let queued runs start if current ones take long, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

@@ -154,7 +154,7 @@ def _place(tool: str) -> Path | None:
     if path is None:
         return None
     real = Path(os.path.realpath(path))
-    if real.name == "rustup":  # rustup only starts the compiler of the selected toolchain, so find that one
+    if real.name == "rustup":  # rustup only starts the selected toolchain's compiler; find the compiler
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)

@@ -228,7 +228,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run the program within the verifier's remaining time, which only runs use up, not waiting for a slot."""
+        """Run the program within the verifier's remaining time; runs use up that time, waiting for a slot does not."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

@@ -1,4 +1,4 @@
-"""Tests of the source `hub:<id>`: without the hub it reads the cache, and without a cache it fails in one sentence."""
+"""Tests of the source `hub:<id>`: offline, it reads the cache; without a cache, it fails with a one-sentence error."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_check_before_a_run_reads_only_the_requested_number_of_rows(name: str, tmp_path: Path) -> None:
+def test_check_of_a_data_set_before_a_run_reads_only_the_requested_number_of_rows(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
     each = 10 if name != "saved" else 5  # the data set `saved` has two files; 5 rows of each are read
@@ -120,7 +120,7 @@ def test_check_before_a_run_reads_only_the_requested_number_of_rows(name: str, t
         looked_at(path, 1000, refuse=questions[3])
 
 
-def test_check_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: Path) -> None:
+def test_check_of_a_data_file_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     third_half_read = len(lines[0] + lines[1]) + len(lines[2]) // 2
@@ -128,7 +128,7 @@ def test_check_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: P
     assert looked_at(path, 1000, size=5) == []
 
 
-def test_invalid_row_gives_the_same_error_in_the_check_as_in_a_run(tmp_path: Path) -> None:
+def test_invalid_data_row_gives_the_same_error_in_the_check_before_a_run_as_in_the_run(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "a", "answer": "b", "metadata": "c"}])
     with pytest.raises(RecipeError, match=r"a\.jsonl line 61: field 'metadata' must be an object, got 'c'"):
         looked_at(path, 1000)

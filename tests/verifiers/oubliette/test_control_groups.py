@@ -43,7 +43,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_control_group_paths_are_derived_from_the_mounts_and_the_own_processs_group(
+def test_control_group_paths_are_derived_from_the_mounts_and_this_processs_own_group(
     mounts: str, own: str, places: tuple[int, str, str, str | None] | None
 ) -> None:
     found = find(mounts, own)
@@ -58,7 +58,7 @@ def test_control_group_paths_are_derived_from_the_mounts_and_the_own_processs_gr
 def test_limits_and_statistics_of_version_two_control_groups_are_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain files stand in for a real version 2 hierarchy, whose memory controller test machines do not delegate."""
+    """Plain files replace a real version 2 hierarchy, since test machines do not delegate its memory controller."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
     (folder,) = tmp_path.iterdir()
@@ -202,7 +202,7 @@ def test_next_program_in_the_same_sandbox_slot_gets_the_full_cpu_share_again(
 
 
 @pytest.mark.usefixtures("where")
-def test_sandboxed_program_killed_by_the_kernel_for_lack_of_memory_has_exceeded_its_memory_limit(
+def test_sandboxed_program_that_the_kernel_kills_for_lack_of_memory_counts_as_over_its_memory_limit(
     alone: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a memory file system belong to no process, so only the kernel's accounting counts them."""

@@ -170,7 +170,7 @@ def test_sandbox_guest_that_is_killed_is_replaced_and_its_program_is_run_again(s
             assert guest
             future = alone.submit(python("import time\ntime.sleep(0.5)\nprint(2)"))
             for pid in guest:
-                with contextlib.suppress(ProcessLookupError):  # killing one process of a guest ends its others
+                with contextlib.suppress(ProcessLookupError):  # if one process of a guest is killed, the others end
                     os.kill(pid, signal.SIGKILL)
             assert future.result(PATIENCE_S).stdout == b"2\n"
         finally:

@@ -40,7 +40,7 @@ def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict: Verdict)
 def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry() -> None:
     cache = VerdictCache(4000)
     for number in range(100):
-        cache.keep(b"first", correct("1"))  # stored again each time, which must not count its size again
+        cache.keep(b"first", correct("1"))  # a repeated entry's size must count only once
         cache.keep(b"%d" % number, wrong("x" * (number % 50)))
         assert cache.find(b"first") is not None
         assert cache.num_bytes <= 4000

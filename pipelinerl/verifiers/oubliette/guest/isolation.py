@@ -26,7 +26,7 @@ _INNER_ID = 1000
 #: A run's working folder in the guest.
 FOLDER = "/tmp"
 
-#: Arguments of a system call that changes nothing, for rehearsals.
+#: Arguments of a system call that changes nothing, for rehearsals of a run (`program.py`).
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
 #: One step of confining a run: a function and its arguments. It fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -50,7 +50,7 @@ class GuestIsolation:
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
             for name in ("sys", "sysrq-trigger", "irq", "bus"):
-                # A run may mount its own /proc only if nothing is mounted over parts of this one.
+                # The kernel lets a run mount its own /proc only if nothing is mounted over parts of the server's.
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:

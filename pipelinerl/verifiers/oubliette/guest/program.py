@@ -27,7 +27,7 @@ _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: Modules that many programs import; the server loads them, so that forks need not.
 _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
-#: Number of executions after which the interpreter has specialised the code, with a margin.
+#: Number of rehearsals of a run after which the interpreter has specialised the bytecode, with a margin.
 _REHEARSALS = 12
 
 
@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
-    """Confine this process and become the program, without returning; errors before that are written to `trouble`."""
+    """Confine this process and become the program, without returning; write earlier errors to `trouble`."""
     try:
         if os.read(go_read, 1) != b"g":
             os._exit(1)
@@ -80,7 +80,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy a file from an offset of its own, since other processes may read the same open file."""
+    """Copy a file without its shared file position, since other processes may read the same open file."""
     offset = 0
     while sent := os.sendfile(target, source, offset, 1 << 30):
         offset += sent
@@ -89,7 +89,7 @@ def _copy(source: int, target: int) -> None:
 
 def be_ready() -> None:
     """Prepare everything that forks need, and rehearse a run."""
-    os.environ.pop("LD_BIND_NOW", None)  # meant for this process only, not for the programs of runs
+    os.environ.pop("LD_BIND_NOW", None)  # was set for the server, not for programs
     for name in _OFTEN_IMPORTED:
         __import__(name)
     _make_site()
@@ -152,7 +152,7 @@ exit(0)
 
 
 class _NoIsolation:
-    """Stand-in for the isolation in a rehearsal, with similar calls that change nothing."""
+    """Replacement for the isolation in a rehearsal; it makes similar system calls that change nothing."""
 
     have_folder = False
 
@@ -217,7 +217,7 @@ def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapp
 
 
 def _print_traceback(error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # leaves out this file's own frame
+    trace = error.__traceback__ and error.__traceback__.tb_next  # omit the frame of this file
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
 

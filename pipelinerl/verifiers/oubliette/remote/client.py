@@ -214,7 +214,7 @@ class RemoteRunner:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
-        """Have a work item done, and return its result. If it cannot be done, raise the error for the cause."""
+        """Send a work item to the service and return the result; if it fails, raise the error for the cause."""
         item = _PendingWork(work, contents, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._sender is None or self._sender.done():

@@ -34,8 +34,8 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
-#: This actor chooses among equally busy engines by the engines' names. Every other actor ranks them in an order of its
-#: own, so that actors do not all choose the same engine.
+#: Among equally busy engines, this actor chooses by the engines' names. Every other actor has a ranking of its own, so
+#: that actors do not all choose the same engine.
 _FIRST = "actor-0"
 #: Seconds between two requests to the controller for the actor's assignment (engines, concurrency, …).
 REFRESH_S = 0.5
@@ -131,7 +131,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Apply each assignment of the controller: engines, verifier services, concurrency, and which orders are too old.
+    """Apply each assignment of the controller: engines, verifier services, concurrency, and the newest version and k.
 
     An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
     """

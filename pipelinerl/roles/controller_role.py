@@ -55,7 +55,7 @@ from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Retention, TrainingState
 
-#: Seconds to look for signs of another live controller: long enough for one heartbeat of an actor that works for it.
+#: Seconds to look for signs of another live controller: long enough for a heartbeat of one of that controller's actors.
 _LOOK_S: Final = 5.0
 #: Hosts in a stream server's URL that mean this machine; None stands for a Unix socket.
 _LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
@@ -337,7 +337,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the run's files with it, into `draft`; return its path, or None."""
+    """Download the newest complete checkpoint, and the run's files with it, to `draft`; return its new path or None."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name

@@ -312,7 +312,7 @@ def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mix
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
-    """Return the problems for evaluation, which are never trained on, by the name of their set (by default all sets).
+    """Return the problems, never trained on, of these evaluation sets (by default all); keys are names of sets.
 
     They are the same for every seed, so that runs can be compared. Data that several sets share is opened once.
     """

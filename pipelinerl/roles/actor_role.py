@@ -1,4 +1,4 @@
-"""An actor's process: streams, engine pool, verifiers, episodes and their gateway.
+"""An actor's process: streams, engine pool, verifiers, episodes, and the gateway that serves OpenAI's API to agents.
 
 The actor claims no prompt order (a work request) before it knows the run's engines from the controller. So an actor
 that cannot reach the controller takes no work from other actors, and an actor may start before the controller.
@@ -99,7 +99,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context that serves the gateway, and the player of episodes; None if no domain has episodes."""
+    """Return a context in which the gateway serves, and the player of episodes or None if no domain has any."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -118,7 +118,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start verifiers, filter and players in advance, so that slowly starting domains take part in the first step."""
+    """Start verifiers, filter and environments in advance, so that slow domains take part in the first step."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:

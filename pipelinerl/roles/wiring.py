@@ -189,7 +189,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
 
 
 def knobs_of(config: RunConfig) -> Knobs:
-    """Return the knobs with their initial values, which the recipe sets."""
+    """Return the knobs (settings that may change while the run is live) with the recipe's initial values."""
     bounds = config.staleness.bounds
     return Knobs(
         j=bounds.j,

@@ -43,7 +43,7 @@ def watch(
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
-        # Browsers share cookies among a host's ports. With the port in its name, each server has a cookie of its own.
+        # Browsers send a cookie to all ports of its host. With the port in its name, each server has its own cookie.
         cookie = f"pipelinerl_{taken}"
         app = create_page(watched, token=new_token(), links=links, cookie=cookie, share_key=shared.key)
         links.offer()

@@ -32,7 +32,7 @@ _HEAD: Final = FirstRows(rows=512, bytes=2**24)
 #: Learning rates of AdamW when all weights are trained: (largest model in millions of parameters, rate).
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
 _SMALLEST_RATE: Final = 1e-6
-#: The variable of chat templates (Qwen3's and others) that turns reasoning before the answer off, and its line.
+#: The variable with which chat templates (Qwen3's and others) turn reasoning off, and the recipe's line that sets it.
 _NO_THINKING: Final = {"enable_thinking": False}
 _NO_THINKING_LINE: Final = (
     "chat_template_kwargs = { enable_thinking = false }  # true needs max_tokens of 1024 or more\n"

@@ -3,7 +3,7 @@
     runs/<name>/  recipe.toml · events.jsonl (metrics, and the groups' indices) · redis/ (the groups)
 
 Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
-data. `elastic_decisions` applies the rule that scales the number of engines to a recorded run's metrics, as a dry run.
+data. `elastic_decisions` is a dry run, on a recorded run's metrics, of the rule that scales the number of engines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: Placeholder for the trainer of a step, (epoch, first version), if the log names none; the step's groups are unknown.
+#: Used as (number of the trainer process, its first version) of a step if the log names no trainer; the step's groups
+#: are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -69,7 +70,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the stored groups, keyed by the index of the order that requested them; each list is in order of arrival.
+    """Return the stored groups by the index of the prompt order that requested them, each list in order of arrival.
 
     Raises:
         UserError: the run is live, or no groups are stored.
@@ -79,8 +80,8 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # A trainer that restarts may repeat steps, and then its repetition is the valid one. So the step belongs to the
-    # latest trainer that began at an earlier version.
+    # A restarted trainer may repeat steps; only the repetition is valid. So the step belongs to the latest trainer
+    # that began at an earlier version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,

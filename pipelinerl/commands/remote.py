@@ -30,7 +30,7 @@ class ControllerAddress(msgspec.Struct, frozen=True):
 
 
 def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> ControllerClient:
-    """Return a client of a controller. `run` is a run's directory, or a URL, with the token in $PIPELINERL_TOKEN.
+    """Return a client of a controller. `run` is a run's directory, or a URL whose token is in $PIPELINERL_TOKEN.
 
     Raises:
         UserError: no run is live in the directory, or another version of the project started it.

@@ -146,7 +146,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
 
 
 def _with_ranks(config: RunConfig) -> RunConfig:
-    """Start the trainer's ranks above 0 on this machine; return the recipe, completed by their meeting point.
+    """Start the trainer's ranks above 0 on this machine; return the recipe with the address where the ranks meet.
 
     Rank 0 ends the ranks when this process exits. If this process is killed, the kernel ends them.
     """
@@ -166,7 +166,7 @@ def _with_ranks(config: RunConfig) -> RunConfig:
             rank.wait()
         folder.cleanup()
 
-    atexit.register(reap)  # runs after rank 0's own function, which is registered later
+    atexit.register(reap)  # rank 0 registers its own function later, so that one runs first
     return config
 
 

@@ -116,6 +116,7 @@ class EvaluationSetSection(Section):
         """Return this set with missing keys filled in from `common`; `domains` are the names of all trained domains."""
         own = {name: value for name, value in shared_values(self, HeldOutSet).items() if value is not None}
         values = shared_values(common, HeldOutSet) | own
-        # Do not copy the interval of `common`, a knob's initial value: a set without an interval follows the knob.
+        # Do not fill in the interval of `common`: it is only a knob's initial value, and a set without an interval must
+        # follow the knob.
         values |= {"interval_steps": self.interval_steps, "domains": self.domains or tuple(domains)}
         return HeldOutSet(**values, place=place)

@@ -145,7 +145,7 @@ _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the table's paths absolute, where relative paths begin at `folder`, and read few-shot files.
+    """Make the table's paths, which are relative to `folder`, absolute; replace few-shot paths by the files' contents.
 
     Raises `RecipeError` if a few-shot file cannot be read.
     """

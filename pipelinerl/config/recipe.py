@@ -201,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The number of demonstrations per optimizer step, by the domains' weights; 0 if no domain has any."""
+        """The number of demonstrations per optimizer step, by the domains' weights; 0 if no domain trains on any."""
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
@@ -233,7 +233,8 @@ class RunConfig(Section):
         """The number of groups in flight per actor; by default four times what fills the slots of all engines.
 
         Elastic engines count at their maximum. A group occupies few slots while its longest answer is sampled: with
-        twice as many groups, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer, depending on k.
+        only twice what fills the slots, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer groups,
+        depending on k.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight
@@ -254,7 +255,7 @@ class RunConfig(Section):
 
     @property
     def gpus_of_trainer(self) -> int:
-        """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
+        """The number of GPUs of the trainer on a machine with GPUs: its mesh's size, by default 1; 0 if on the CPU."""
         on_host = self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST
         return 0 if on_host else self._mesh_size
 

@@ -232,7 +232,7 @@ class TrainerSection(Section):
 
     @property
     def passes_in(self) -> Precision:
-        """`precision`, which is fp32 while `auto` has not been resolved."""
+        """The precision of passes; fp32 while `precision` is an unresolved `auto`."""
         return Precision.FP32 if self.precision == "auto" else self.precision
 
     @property

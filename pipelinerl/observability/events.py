@@ -73,7 +73,7 @@ class EventLog:
     """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, timeout_s: float = 300.0) -> None:
-        """Open the log for writing. On a full disk, wait up to `timeout_s`, by default as long as the trainer does."""
+        """Open the log for writing. If the disk stays full for `timeout_s`, `write` and `close` raise OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._timeout_s = timeout_s

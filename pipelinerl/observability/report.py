@@ -187,7 +187,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) for KL from π_old and for clipping, by optimizer step; no points if each step has one."""
+    """Return (title, chart) for KL from π_old and for clipping, by optimizer step; none if each step has only one."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     return [
         _chart("KL from π_old at each optimizer step", {"": kl}, unit=" nats"),
@@ -197,7 +197,7 @@ def update_charts(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
-    """Return the metric `name` as a series over optimizer steps; the n-th of N in step v lies at x = v − 1 + n/N."""
+    """Return the metric `name` as a series over optimizer steps; number n of N in training step v is at v − 1 + n/N."""
     points = [
         (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
         for event in history.steps

@@ -288,7 +288,7 @@ Samples = Mapping[Labels, float]
 
 
 def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
-    """Return metrics that have no labels in Prometheus' text exposition format, version 0.0.4."""
+    """Return metrics, which have no labels, in Prometheus' text exposition format, version 0.0.4."""
     return labelled_text({name: {(): value} for name, value in values.items()}, prefix=prefix)
 
 

@@ -1,4 +1,4 @@
-"""An actor's process: streams, engine pool, verifiers, episodes and their gateway.
+"""An actor's process: streams, engine pool, verifiers, episodes, and the gateway that serves OpenAI's API to agents.
 
 The actor claims no prompt order (a work request) before it knows the run's engines from the controller. So an actor
 that cannot reach the controller takes no work from other actors, and an actor may start before the controller.
@@ -34,8 +34,8 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
-#: This actor chooses among equally busy engines by the engines' names. Every other actor ranks them in an order of its
-#: own, so that actors do not all choose the same engine.
+#: Among equally busy engines, this actor chooses by the engines' names. Every other actor has a ranking of its own, so
+#: that actors do not all choose the same engine.
 _FIRST = "actor-0"
 #: Seconds between two requests to the controller for the actor's assignment (engines, concurrency, …).
 REFRESH_S = 0.5
@@ -99,7 +99,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return a context that serves the gateway, and the player of episodes; None if no domain has episodes."""
+    """Return a context in which the gateway serves, and the player of episodes or None if no domain has any."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -118,7 +118,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start verifiers, filter and players in advance, so that slowly starting domains take part in the first step."""
+    """Start verifiers, filter and environments in advance, so that slow domains take part in the first step."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
@@ -131,7 +131,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Apply each assignment of the controller: engines, verifier services, concurrency, and which orders are too old.
+    """Apply each assignment of the controller: engines, verifier services, concurrency, and the newest version and k.
 
     An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
     """

@@ -55,7 +55,7 @@ from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Retention, TrainingState
 
-#: Seconds to look for signs of another live controller: long enough for one heartbeat of an actor that works for it.
+#: Seconds to look for signs of another live controller: long enough for a heartbeat of one of that controller's actors.
 _LOOK_S: Final = 5.0
 #: Hosts in a stream server's URL that mean this machine; None stands for a Unix socket.
 _LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
@@ -141,12 +141,12 @@ def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
 async def run(identity: Identity, *, start: Start) -> None:
     """Serve until the run is over or the process is stopped.
 
-    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the journal of a controller
-    that died.
+    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the journal (durable state)
+    of a controller that died.
 
     Raises:
         UserError: another run of this name is live or has checkpoints at the recipe's location, or the run directory
-            has another layout.
+            has another layout version.
     """
     check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
@@ -254,7 +254,7 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
 
 @contextmanager
 def _advertised(identity: Identity, bound: tuple[Any, ...]) -> Iterator[None]:
-    """Keep the controller's address in a file in the run's directory, from which local commands read it."""
+    """During the block, keep the controller's address in a file of the run's directory, for local commands."""
     # Clients cannot connect to 0.0.0.0. The commands that read this file run on this machine, so write loopback there.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
@@ -337,7 +337,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, and the run's files with it, into `draft`; return its path, or None."""
+    """Download the newest complete checkpoint, and the run's files with it, to `draft`; return its new path or None."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name

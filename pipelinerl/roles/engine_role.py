@@ -129,7 +129,7 @@ def _address_towards(controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Wait until the engine has stopped serving. Once it has started, exempt loaded objects from garbage collection."""
+    """Exempt loaded objects from garbage collection once the engine has started; then wait until it has stopped."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()

@@ -24,8 +24,8 @@ def run(config: RunConfig, *, rank: int) -> Never:
     """Compute along with rank 0 until rank 0 ends, then end this process.
 
     The exit status is 0 if rank 0 finished its work, 1 if rank 0 died, hung or failed (a restart may help), and 2 if
-    this rank cannot join rank 0. The process exits without cleanup: JAX's own exit would contact rank 0, which is gone,
-    and abort.
+    this rank cannot join rank 0. The process exits without cleanup, because JAX's own exit handler would abort when it
+    cannot reach rank 0.
 
     Raises:
         RecipeError: the recipe's trainer has a single process, or has no such rank.

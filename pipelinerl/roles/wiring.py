@@ -189,7 +189,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
 
 
 def knobs_of(config: RunConfig) -> Knobs:
-    """Return the knobs with their initial values, which the recipe sets."""
+    """Return the knobs (settings that may change while the run is live) with the recipe's initial values."""
     bounds = config.staleness.bounds
     return Knobs(
         j=bounds.j,
@@ -312,7 +312,7 @@ def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mix
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
-    """Return the problems for evaluation, which are never trained on, by the name of their set (by default all sets).
+    """Return the problems, never trained on, of these evaluation sets (by default all); keys are names of sets.
 
     They are the same for every seed, so that runs can be compared. Data that several sets share is opened once.
     """

@@ -45,7 +45,7 @@ def opened_policy(config: RunConfig) -> Trainer:
 
 
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> TrainStep:
-    """Start the workers that the objective needs, from `checkpoint` (of version `version`); return the step they take.
+    """Start the workers that the objective needs, from `checkpoint` (of version `version`); return the step using them.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
 
@@ -104,7 +104,7 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    # Measure the entropy first of all for the answers that the sample log records, so that the log can show it.
+    # Measure the entropy of those answers that the sample log records before that of others, so the log can show it.
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),

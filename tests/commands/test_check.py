@@ -111,7 +111,7 @@ def test_check_rejects_a_recipe_with_unknown_paths_types_or_options(override: st
         refuse(load("tiny", [override]))
 
 
-def test_check_shows_in_which_file_a_user_reward_is_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:
+def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
     found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
@@ -525,7 +525,7 @@ def test_check_shows_rollouts_per_step_and_group_sizes() -> None:
     assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
 
 
-def test_check_rejects_group_mean_rewards_with_a_group_size_of_one() -> None:
+def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}
     )

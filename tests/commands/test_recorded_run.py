@@ -1,6 +1,6 @@
 """Steps and groups read from the records of a run.
 
-A trainer's epoch is a number that grows at each restart; the lineage of a step lists the epochs that led to it.
+A trainer process has a number, its epoch, which grows at each restart. A step's lineage lists the epochs before it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_groups_of_a_killed_run_are_read_and_undecodable_records_are_skipped(tmp
     assert [each.index for each in found[given.index]] == [given.index]
 
 
-def test_lineage_of_a_recorded_step_contains_all_earlier_trainer_epochs(tmp_path: Path) -> None:
+def test_lineage_of_a_recorded_step_lists_all_earlier_trainer_processes(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", run="ended", elapsed_s=0.0)
         for epoch, began_at in ((1, 0), (2, 1), (3, 2)):

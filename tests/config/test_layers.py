@@ -113,7 +113,7 @@ def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path: Path, mo
     assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
 
 
-def test_elastic_type_paths_resolve_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_path_of_a_user_engine_type_in_the_elastic_section_is_relative_to_the_recipe(tmp_path: Path) -> None:
     limits = '[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
     config = load(write(tmp_path / "run.toml", f'base = "tiny"\n[engine]\ntype = "mine.py:open"\n{limits}'))
     assert list(config.elastic.types) == [config.engine.type, "torch"] == [f"{tmp_path}/mine.py:open", "torch"]

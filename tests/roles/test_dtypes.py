@@ -80,7 +80,7 @@ def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
         check_directory(path)
 
 
-def test_weights_are_sent_in_the_model_directorys_dtype_or_in_float32_to_engines_that_compute_in_float32(
+def test_weights_are_sent_in_the_dtype_of_the_model_directory_unless_engines_compute_in_float32(
     tmp_path: Path,
 ) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")

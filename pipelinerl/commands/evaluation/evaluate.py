@@ -126,7 +126,7 @@ def with_one_evaluation(config: RunConfig, name: str, given: Mapping[str, Any]) 
 
 
 def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
-    """Yield the orders of the recipe's first evaluation set, as the run's controller issues them."""
+    """Yield the prompt orders (work requests) of the recipe's first evaluation set, as a run's controller does."""
     evaluation = config.evaluation_sets[0]
     settings, plan, problems = settings_of(config), plan_of(config, [evaluation]), held_out_problems(config, evaluation)
     mixture = problems[evaluation.name]

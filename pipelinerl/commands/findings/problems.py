@@ -26,7 +26,7 @@ from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
-#: Number of training problems to check. Evaluation sets are checked in full, and so are instructions in finite sources.
+#: Number of training problems to check. Evaluation sets, and instructions in finite sources, are checked in full.
 LOOKED_AT: Final = 256
 #: The recipe is refused if a larger share of its prompts leaves no room for an answer.
 MOST_WITHOUT_ROOM: Final = 0.1

@@ -245,7 +245,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers; `first` is the verdict on the first."""
+    """Raise `RecipeError` if the verifier rejects `_TRIED` reference answers; `first` is the first one's verdict."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

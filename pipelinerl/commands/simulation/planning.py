@@ -43,7 +43,7 @@ class Basis:
     hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None = None
     length_words: str = ""
-    """Lengths of answers in the format of `--lengths`, or empty; they take precedence over `lengths`."""
+    """Lengths of answers in the format of `--lengths`, or empty; if given, `lengths` is ignored."""
     prompt_tokens: int = 0
     filtered: float = 0.0
     checks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

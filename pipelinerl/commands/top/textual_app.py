@@ -1,7 +1,8 @@
 """The screen of `pipelinerl top`, drawn with textual: metrics left of the knobs, or above them on narrow terminals.
 
 The app draws the newest snapshot of a `RunFollower` four times a second, and never waits for it. The arrow keys
-select a knob; Enter starts and submits an edit; Escape cancels it. The terminal keeps the mouse, to select text.
+select a knob; Enter starts and submits an edit; Escape cancels it. The app leaves the mouse to the terminal, for
+selecting text.
 """
 
 from __future__ import annotations

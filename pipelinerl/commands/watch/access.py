@@ -5,9 +5,9 @@
 
 A link redirects to an address without its key: a one-time key in a browser's history or a log is already used up. When
 a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and SameSite=Strict;
-a cookie is ignored if the browser reports that another site, or another port of this machine, made the request. Valid
-cookies are translated to the bearer token, so that only the gate of `http_service` admits requests. Browsers without a
-cookie get a page that asks for a key; programs get a JSON error.
+a cookie is ignored if the browser reports that another site, or another port of this machine, made the request. A
+valid cookie is replaced by the bearer token, so that `http_service` alone decides which requests are admitted. Browsers
+without a cookie get a page that asks for a key; programs get a JSON error.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PageLinks:
 
 @final
 class AccessMiddleware:
-    """ASGI middleware: translate links and cookies to the token; add the security policy to every response.
+    """ASGI middleware: replace links and cookies by the token; add the security policy to every response.
 
     `share_key` is the permanent link's key; empty if there is none.
     """
@@ -163,7 +163,7 @@ class AccessMiddleware:
         return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        # Let requests with a bearer token pass, because the gate checks the token.
+        # Let requests with a bearer token pass, because `http_service` checks the token.
         if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
         return _ask_for_key(scope)
@@ -198,8 +198,8 @@ def _link_in(query: bytes) -> tuple[str, str]:
 def _welcome(scope: Scope, cookie: str, value: str) -> Response:
     there = Response(status_code=303, headers={"location": "/"})
     if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-        # The user clicked the link on another site: browsers then send no strict cookie when they follow a redirect.
-        # They do send it after a reload, so answer with a page that reloads itself.
+        # The user clicked the link on another site. When browsers follow a redirect from there, they send no cookie
+        # with SameSite=Strict. They do send it after a reload, so answer with a page that reloads itself.
         there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
     there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
     return there

@@ -64,7 +64,7 @@ class Steering:
     _status: RunStatus | None = None
     _requested_at: float = -math.inf
     _client: ControllerClient | None = None
-    """Kept open while it answers; `_lock` gives it to one thread at a time."""
+    """Client of the controller, kept open while the controller answers; only the thread that holds `_lock` uses it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def status(self, *, max_age_s: float = _STATUS_S) -> RunStatus | None:

@@ -217,7 +217,7 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """Derive the run's state from its log and from whether its controller answers; tell listeners if it changed."""
+        """Set the run's state, `live` if its controller answers, else as its log says; tell listeners of a change."""
         with self.lock:
             state = "live" if answers else state_without_controller(self.view)
             if state != self.state:

@@ -69,7 +69,7 @@ class RunView:
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
         marks, mark_count: the last chart marks, and the number of all marks so far.
         evaluations: the newest evaluation of each set. alarms: the active alarms. engines: the state of each, by URL.
-        given_up: number of groups that actors gave up before each step of `recent`; `given_up_now` since the last one.
+        given_up: groups that actors gave up before each step of `recent`; `given_up_now`: groups since the last step.
     """
 
     steps: StepTable = field(default_factory=StepTable)
@@ -103,7 +103,7 @@ class RunView:
         return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
 
     def take(self, event: Event) -> bool:
-        """Add the next event; return True if it undoes steps because the run resumed from an earlier one."""
+        """Add the next event; return True if it undoes steps because the run resumed from an earlier step."""
         kind = kind_of(event)
         self.newest = event
         self.timeline.feed(event)

@@ -147,7 +147,7 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """One page of the `matched` samples that match; `after` requests the next page, and is None on the last page."""
+    """One page of the matching samples, `matched` in all; `after` requests the next page, None on the last page."""
 
     matched: int
     places: list[SamplePlace]
@@ -354,7 +354,7 @@ class SampleIndex:
     def _make_room(self) -> None:
         """Drop the oldest samples beyond the limit.
 
-        Do nothing until there are twice as many samples as the limit, or half of the groups were removed.
+        Do nothing until there are twice as many samples as the limit, or most of over 4096 groups were removed.
         """
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2

@@ -33,7 +33,7 @@ _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
 
 @dataclass(slots=True)
 class _Chunk:
-    """Up to `_ROWS` rows: their positions `places` [4, rows], and values `figures` [columns, rows], NaN if missing."""
+    """Up to `_ROWS` rows: their positions in the run, `places` [4, rows], and metrics, `figures` [columns, rows]."""
 
     places: Float64
     figures: Float32

@@ -1,6 +1,6 @@
 """Reader of a run's sample log, whether the run is live, finished or crashed, and selection of samples.
 
-If a step was taken twice because the run was resumed, only the samples of its last time count. Incomplete lines are
+If a step was repeated because the run was resumed, only the samples of the last repetition count. Incomplete lines are
 skipped, and files that the writer removes during a read are ignored.
 """
 

@@ -24,7 +24,7 @@ class SampleKind(StrEnum):
     TRAINED = "trained"
     """Part of a training step."""
     FILTERED = "filtered"
-    """Not trained, for the reason in `why`; one group stands for all filtered since the previous step."""
+    """Not trained, for the reason in `why`; one group is kept of all filtered since the previous step."""
     EVALUATION = "evaluation"
     """Answers to a held-out problem."""
 

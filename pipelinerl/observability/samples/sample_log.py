@@ -55,7 +55,7 @@ class SampleLog:
         self._thread = threading.Thread(target=self._write_all, name=f"samples-{name}", daemon=True)
         self._warned = False
         self.left_out = 0
-        """Number of puts that came too fast, and of groups that did not fit."""
+        """Number of `put` calls dropped for a full queue or an error, plus that of groups too long for a file."""
         self._thread.start()
 
     def put(self, make: Make) -> None:

@@ -153,7 +153,7 @@ class ChromeTrace:
     def _complete(
         self, track: tuple[str, str], name: str, start: float, end: float, **rest: Any
     ) -> Iterator[TraceEvent]:
-        """Yield a span of at least 1 µs, trimmed to start after the track's last span; or nothing if none is left."""
+        """Yield a span of at least 1 µs, trimmed to start after the track's last span; nothing if no time is left."""
         yield from self._track(*track)
         pid, tid = self._ids[track]
         ts, until = max(_us(start), self._ends.get((pid, tid), 0)), _us(end)

@@ -84,8 +84,8 @@ class GroupJoiner:
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, ended = self._trained[order]
             group = self._waiting.pop(order)
-            # Another machine's clock may have measured the stages, so limit each stage's end to the start of the next
-            # stage.
+            # The stages may have been measured by another machine's clock, so end each stage no later than the next
+            # one.
             verified = min(group.verified, trained)
             sampled = min(group.sampled, verified)
             claimed = min(group.claimed, sampled)
@@ -288,7 +288,7 @@ class SpanReader:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _span(self, lane: str, track: str, start: float, end: float, value: int, note: str = "") -> Iterator[Span]:
-        """Yield a span, trimmed to start after the track's last span, since another clock may have measured it."""
+        """Yield a span, trimmed to start after the track's last span: they may come from different clocks."""
         start = max(0.0, start, self._ends.get((lane, track), 0.0))
         if end > start:
             self._ends[lane, track] = end

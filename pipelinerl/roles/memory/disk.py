@@ -29,7 +29,7 @@ _BESIDE: Final = 256 * 2**20
 
 
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both moments."""
+    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments."""
     trainer = predicted.trainer
     if trainer is None:  # not predicted for this trainer: assume four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
@@ -68,7 +68,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """If the run does not fit on its disk, yield an error that names the keys to change, and values that fit.
+    """Yield an error, with keys to change and values that would fit, if the run does not fit on its disk.
 
     Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
     """
@@ -96,7 +96,7 @@ def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
 #: Types of engines and trainers that compute in another dtype than the model's, if the recipe says so. On a CPU,
-#: `engine.dtype = "auto"` becomes float32 for these.
+#: `engine.dtype = "auto"` becomes float32 for such engines.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 

@@ -125,7 +125,7 @@ def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
 
 
 def on_accelerator(device: Device) -> bool:
-    """Return whether a process with this device setting computes on a GPU or TPU, as far as this machine shows."""
+    """Return whether a process with this device setting computes on a GPU or TPU; `auto` is judged by this machine."""
     return device is not Device.CPU and (device is not Device.AUTO or has_accelerator())
 
 
@@ -207,13 +207,13 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
-    """Return True if every process is within its own limit, and the sum of all processes within the limit `all`."""
+    """Return True if every process can start within its own limit, and their sum is within the limit `all`."""
     each = [its.least <= limits.get(kind, its.least) for kind, its in prediction.by_process.items()]
     return all(each) and prediction.total <= limits.get("all", math.inf)
 
 
 def _advice(changes: Iterable[tuple[str, int]], limit: int) -> str:
-    """Return advice: every single change of `changes` with which the process fits, or else the one that saves most.
+    """Return advice: the smallest change of each key that alone makes the process fit, else the one that saves most.
 
     `changes` has the recipe's `key=value` of each change, and the bytes that the process then needs.
     """

@@ -44,7 +44,7 @@ _LOGITS_HELD: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not count.
+    """Memory of one process of a torch trainer that shards the model over `shards` processes (without its replicas).
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the

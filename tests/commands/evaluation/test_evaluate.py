@@ -230,7 +230,7 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
 
 
-def test_held_out_orders_of_an_evaluation_are_deterministic(recipe: Path) -> None:
+def test_prompt_orders_of_an_evaluation_are_deterministic(recipe: Path) -> None:
     orders = list(held_out_orders(load(recipe), 7))
     assert len({order.problem.problem_id for order in orders}) == 20
     assert orders == list(held_out_orders(load(recipe), 7))

@@ -56,7 +56,7 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
     assert len(refused) == 8 and all(sentence in said for said in refused)
 
 
-def test_check_counts_instructions_of_generated_problems_but_not_for_domains_with_other_verifiers() -> None:
+def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier() -> None:
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
     ((_, said),) = instruction_findings(config, config.domains[0])
     assert "of 260 problems" in said and "startend:quotation" in said

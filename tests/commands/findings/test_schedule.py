@@ -37,13 +37,11 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         ),
     ],
 )
-def test_check_describes_into_how_many_optimizer_steps_a_batch_is_divided(
-    changes: tuple[str, ...], said: str | None
-) -> None:
+def test_check_shows_the_number_of_optimizer_steps_per_batch(changes: tuple[str, ...], said: str | None) -> None:
     assert mini_batch_finding(load("tiny", changes)) == said
 
 
-def test_explain_shows_into_how_many_mini_batches_a_batch_is_divided() -> None:
+def test_explain_shows_the_number_of_mini_batches_per_epoch() -> None:
     told = Console(file=StringIO(), width=300)
     show("tiny", SEVERAL, [], told)
     assert "a batch: epochs: 2, mini-batches in each: 4" in told.file.getvalue()

@@ -61,7 +61,7 @@ async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict() -> Non
     assert verdict.startswith("domains.sums: correct, reward 1;")
 
 
-async def test_user_environment_gets_the_answer_after_the_recipes_tool_was_called(tmp_path: Path) -> None:
+async def test_user_environment_can_be_combined_with_the_python_tool_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(CODE)
     played = await lines(with_tools(), environment=f"{tmp_path}/agent.py:once")
     assert "<tool_response>\\n42\\n</tool_response>" in played[1][1]

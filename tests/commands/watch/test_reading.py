@@ -75,7 +75,7 @@ def test_page_returns_step_metrics_at_each_step_or_merged_into_fewer_points(page
     assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
 
 
-def test_live_view_shows_confidence_intervals_token_ages_and_what_roles_wait_for(page: ServedPage) -> None:
+def test_live_view_shows_confidence_intervals_token_ages_and_causes_of_waiting(page: ServedPage) -> None:
     now = page.get("/api/now", window=20)
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
@@ -178,7 +178,7 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path
     assert "run.stall_s" not in found and "domains.other_words.oubliette.tier" not in found, found
 
 
-def test_cause_of_a_tokens_mismatch_follows_from_its_version_and_the_first_version_of_its_turn() -> None:
+def test_cause_of_a_tokens_logprob_mismatch_follows_from_the_versions_that_sampled_its_turn() -> None:
     told = causes_of((3, 4, None, 4, 4, None, 3), held=4)
     assert told == (
         Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
@@ -263,7 +263,7 @@ async def test_event_stream_sends_new_events_and_after_a_reconnection_the_events
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_page_returns_a_time_window_of_the_timeline_with_one_row_per_role(tmp_path: Path) -> None:
+def test_page_returns_the_timeline_for_any_time_window(tmp_path: Path) -> None:
     with served_page(written_run(tmp_path / "run", steps=10)) as page:
         loaded(page)
         whole = page.get("/api/timeline")

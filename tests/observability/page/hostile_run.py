@@ -70,7 +70,7 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 def long_silent(run_dir: Path) -> Path:
-    """Make every event a minute older: the live page takes a run whose last event is recent for a running one."""
+    """Make every event a minute older, because the live page regards a run with a recent event as still running."""
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))

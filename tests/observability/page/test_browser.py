@@ -98,7 +98,7 @@ def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
 
 
 def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
-    """Return path and query of the Now screen's next request, after it has received the run's state and `rows`."""
+    """Return path and query of the Now screen's next request if it holds the run's state (`facts`) and `rows`."""
     domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
     known = set(facts["metrics"])
     metrics = [name for name in (*CHARTED, *domains) if name in known]

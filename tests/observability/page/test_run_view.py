@@ -72,7 +72,7 @@ def test_confidence_interval_of_a_metric_weights_steps_by_their_number_of_rollou
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
     found = estimate(steps, "reward")
     assert found is not None and found["mean"] == 0.5
-    # The bounds are mean ± 1.96 standard errors; of two values with equal weights, that error is |difference| / 2.
+    # The bounds are mean ± 1.96 standard errors; two values of equal weight have the error |difference| / 2.
     assert found["high"] == pytest.approx(0.5 + 1.959964 * 0.5)
     assert estimate(steps[:1], "reward") == {"mean": 0.0, "low": None, "high": None}
     share = estimate([{"accuracy": 0.5, "rollouts": 100.0}], "accuracy", share=True)

@@ -99,7 +99,7 @@ def test_step_table_fills_a_new_metric_with_nan_for_earlier_steps_and_drops_metr
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_rounds_values_to_significant_digits_and_maps_nan_and_infinity_to_none() -> None:
+def test_numbers_for_json_are_rounded_and_non_finite_ones_become_none() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

@@ -38,7 +38,7 @@ def publish(version: int, at: float, *urls: str) -> dict[str, Any]:
 def run(steps: int = 6, *, ended: bool = True) -> Events:
     """Return the events of a run: an evaluation, then one step per second from second 10 on.
 
-    Each version is published 0.1 s after its step. If not `ended`, the event that says that the run ended is missing.
+    Each version is published 0.1 s after its step. Unless `ended`, the event that marks the run's end is left out.
     """
     made = [
         event("run_started", 0.5, run="tiny"),

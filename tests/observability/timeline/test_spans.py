@@ -28,7 +28,7 @@ def test_timeline_shows_that_an_engine_serves_a_version_until_the_next_version_i
     assert [span.end for span in served] == [4.0, 10.1, 11.1, 12.1, 13.0], "the last ends with the run"
 
 
-def test_engines_pause_has_the_duration_in_the_timeline_that_the_engine_measured() -> None:
+def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine() -> None:
     assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
         (0, 0.001), (1, 0.001), (2, 0.001),
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_publication_event_without_engine_names_applies_to_all_serving_engines()
     assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
 
 
-def test_steps_and_waits_have_the_durations_in_the_timeline_that_the_trainer_measured() -> None:
+def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trainer() -> None:
     assert _spans(run(2), "trainer", "step") == [
         Span("trainer", "step", 9.5, 10.0, 1), Span("trainer", "step", 10.5, 11.0, 2)
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_r
     assert list(reader.open()) == []
 
 
-def test_group_is_matched_to_its_training_step_even_if_an_event_of_its_own_reports_its_stages() -> None:
+def test_group_is_matched_to_its_training_step_whether_its_stages_arrive_later_or_earlier() -> None:
     late = step(1, 10.0) | {"stages": []}
     told_late = step(2, 11.0) | {"stages": [stages(2, 9.0), stages(99, 9.0)]}
     groups = [d for d in _drawn([late, told_late])[1] if isinstance(d, TracedGroup)]

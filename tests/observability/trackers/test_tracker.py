@@ -88,7 +88,7 @@ def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_tracker_killed_before_it_saved_its_position_after_discarding_steps_discards_the_steps_again(
+def test_tracker_killed_between_discarding_steps_and_saving_its_position_discards_them_again(
     tmp_path: Path,
 ) -> None:
     _leave(tmp_path, _steps(1, 5, reward=0.25))

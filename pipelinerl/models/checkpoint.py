@@ -223,7 +223,7 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Raise ModelError if a stored tensor has NaN or infinity. Check `most_bytes` at most; return the bytes skipped."""
+    """Raise ModelError if a tensor has NaN or infinity. Check `most_bytes` at most; return the number not checked."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -342,7 +342,7 @@ def _refuse_more_layers_than_stored(path: Path) -> None:
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
-    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains NaN or infinity."""
+    """Raise ModelError if `values`, a parameter of the directory `path` on the CPU, contains NaN or infinity."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -122,7 +122,7 @@ def chats(draw: st.DrawFn, *words: str) -> list[Message]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_message_contents_never_become_control_tokens_and_chats_without_them_are_encoded_as_before(
+def test_message_contents_never_become_control_tokens_and_other_chats_are_encoded_as_by_transformers(
     name: str, data: st.DataObject
 ) -> None:
     messages = data.draw(chats(*CONTROL[name]))

@@ -272,7 +272,7 @@ def test_warm_start_stops_when_the_accuracy_is_in_the_given_range_and_is_reprodu
     ("changes", "message"),
     [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
 )
-def test_warm_start_fails_if_it_does_not_reach_or_jumps_over_the_given_range_of_accuracy(changes, message):
+def test_warm_start_fails_if_the_accuracy_stays_below_or_jumps_above_the_given_range(changes, message):
     with pytest.raises(ModelError, match=message):
         warm_start(settings(**changes))
 
@@ -327,7 +327,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_decoding_for_display_shows_special_tokens_and_without_a_tokenizer_token_ids(tmp_path):
+def test_decoding_for_display_shows_special_tokens_or_token_ids_if_there_is_no_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

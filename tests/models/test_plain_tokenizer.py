@@ -59,7 +59,7 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_plain_tokenizer_equals_transformers(path: Path) -> None:
+def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(path: Path) -> None:
     ours, theirs = both(path)
     assert (ours.vocab_size, ours._tokenizer.chat_template) == (theirs.vocab_size, theirs._tokenizer.chat_template)
     for name in ("eos_token_id", "unk_token_id", "name_or_path"):

@@ -238,7 +238,7 @@ def load_for_training(
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. In transformers 5.17, the method still has its older name."""
+    """Make the backward pass recompute each layer. transformers 5.17 has this method only under its older name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

@@ -25,7 +25,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_other_ranks_are_told_whether_rank_0_finished_or_failed(reason: str) -> None:
+def test_other_ranks_receive_the_notice_that_rank_0_finished_or_failed(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)

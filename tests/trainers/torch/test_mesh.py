@@ -44,7 +44,7 @@ HOST = {"optimizer": {"place": "host"}}
 DIVIDED = {"gradients": "divided"}
 #: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
-#: Models with their heads that two processes load: tied and untied embeddings, a Conv1D, and a value head.
+#: Models that two processes load, with their heads: tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: The checks of the conformance kit in which ranks must agree; slow tests run the whole kit.
 AGREED = [
@@ -57,7 +57,7 @@ AGREED = [
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: The number of steps of the fast tests of context parallelism; the slow tests take 20.
 FEW = 6
-#: The directory of a job's results, the name of the job, which rank 0 performs, and the job's arguments.
+#: A job for rank 0: the directory of its results, its name, and its arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -274,7 +274,7 @@ def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
 
 @pytest.mark.timeout(600)
 def test_context_parallel_steps_match_one_process(one, two):
-    """Rollouts share the computation of prompts, as in one process; too few key heads are repeated."""
+    """Rollouts share the computation of prompts, as in one process; key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
@@ -405,7 +405,7 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
-@pytest.mark.slow  # JAX's test_ranks tests the shared code for ranks faster
+@pytest.mark.slow  # JAX's test_ranks tests the same code in less time
 @pytest.mark.timeout(600)
 def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]

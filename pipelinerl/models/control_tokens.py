@@ -142,7 +142,7 @@ class ContentGuard:
         try:
             around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
-            around = template  # the template rejects a lone user message: all its tokens count as structural
+            around = template  # it rejects a lone user message: all its control tokens count as structural
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
         spellings = {index: token.content for index, token in added.items() if token.content}
         structural = {

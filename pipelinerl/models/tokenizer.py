@@ -189,7 +189,7 @@ class ChatTokenizer:
 
     @cached_property
     def _contents(self) -> ContentGuard:
-        """Build the content guard on first use, because that renders the template."""
+        """Build the content guard on first use, because building it renders the template."""
         tokenizer = self._tokenizer
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()

@@ -113,7 +113,7 @@ def test_error_for_an_unknown_architecture_suggests_another_model_or_transformer
         ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; use one"),
     ],
 )
-def test_untrainable_model_is_rejected_with_its_reason(directory, file, content, sentence):
+def test_error_for_an_untrainable_model_gives_the_reason(directory, file, content, sentence):
     before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
     (directory / file).write_text(json.dumps(before | content))
     with pytest.raises(ModelError, match=f"{directory} {sentence}"):

@@ -1,6 +1,6 @@
-"""A torch trainer on several processes: equality with one process, the kit, states, and ranks that die or hang.
+"""A torch trainer on several processes: same results as one process, the conformance kit, states, and lost ranks.
 
-Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run the role that users start. gloo connects them.
+Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run `pipelinerl trainer-rank`. gloo connects them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LORA = {"rank": 4, "alpha": 8}
 #: Optimizer moments in bf16, with stochastic rounding, take half the memory.
 SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
-#: Each process keeps only its rows of the gradients, which are reduced in every backward.
+#: Each process keeps only its rows of the gradients, which are reduced in every backward pass.
 DIVIDED = {"gradients": "divided"}
 #: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
@@ -87,7 +87,7 @@ def test_device_index_rejects_two_ranks_on_one_gpu(devices, local_rank):
 def processes(
     jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run rank 0, with its jobs in sequence, and the roles of the other ranks."""
+    """Start rank 0, which runs the jobs in sequence, and the other ranks; yield all processes."""
     (port,), size = free_ports(1), ProcessMesh(**mesh).size
     options = {"mesh": mesh, "distributed": {"coordinator": f"127.0.0.1:{port}", "silence_s": silence_s}}
     given = [
@@ -135,7 +135,7 @@ def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
 
 
 def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
-    """Run the jobs, of which the last is `until_lost`, then signal one of two ranks; return the other rank's output."""
+    """Send the signal `how` to one of two ranks during the last job, `until_lost`; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
         said = list(iter(ranks[0].stdout.readline, "ready\n"))

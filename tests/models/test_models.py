@@ -150,7 +150,7 @@ def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
-def test_plain_tokenizer_class_equals_the_auto_class_of_transformers(directory, model_type, declared):
+def test_tokenizer_of_a_plain_class_equals_that_of_transformers_auto_class(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
     taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))

@@ -35,7 +35,7 @@ def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
 
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
-    """Return the tokens of the whole chat, and those of the first message's text; if one fails, its error message."""
+    """Encode the whole chat, and the first message's text; return the tokens of each, or its error message."""
     found: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:

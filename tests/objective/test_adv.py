@@ -413,7 +413,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets this extra
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # credited to the last turn
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(

@@ -231,7 +231,7 @@ def load_for_training(
                 module.p = 0.0
             if hasattr(module, "jitter_noise"):
                 # Mixtral adds noise to its routers' inputs in train mode; turn it off.
-                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
+                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs allow only parameters and modules
     # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
     model.train(gradient_checkpointing)
     return model, reader

@@ -4,7 +4,7 @@
     ├── SpecError           the spec cannot be satisfied: model, precision, device or head missing or unknown
     ├── BatchError          a micro-batch violates the layout of `types.MicroBatch`
     ├── StateError          a saved state, or given weights, are missing, damaged or from another model
-    ├── ProtocolError       a verb was called out of order (optimizer_step without backward)
+    ├── ProtocolError       a method was called out of order (optimizer_step without backward)
     ├── NonFiniteError      a loss, gradient or log-prob is not finite; no update was applied
     └── RankError           a process of a multi-process trainer died, hangs or failed: restart all its processes
 

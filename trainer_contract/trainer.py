@@ -43,7 +43,7 @@ class Trainer(Protocol):
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied so far; a version that the loop publishes may have several."""
+        """The number of optimizer steps applied so far; the loop may apply several before it publishes a version."""
         ...
 
     @property

@@ -223,7 +223,7 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Raise ModelError if a stored tensor has NaN or infinity. Check `most_bytes` at most; return the bytes skipped."""
+    """Raise ModelError if a tensor has NaN or infinity. Check `most_bytes` at most; return the number not checked."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -270,7 +270,7 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 module._is_hf_initialized = False
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # makes `initialize_weights` skip this parameter
+        parameter._is_hf_initialized = True  # so `initialize_weights` skips this parameter
     model.initialize_weights()  # creates the buffers, as transformers' own loading does
     return _attending(model, attention)
 
@@ -298,7 +298,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         )
 
     transformers_logging.disable_progress_bar()  # the progress bar would log a line for each parameter
-    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names one
+    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the error below names the first
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
         "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
@@ -342,7 +342,7 @@ def _refuse_more_layers_than_stored(path: Path) -> None:
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
-    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains NaN or infinity."""
+    """Raise ModelError if `values`, a parameter of the directory `path` on the CPU, contains NaN or infinity."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}

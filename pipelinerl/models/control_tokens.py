@@ -15,7 +15,7 @@ cannot be distinguished from data by its tokens, in any implementation.
 
 A chat whose texts spell no control token gets the tokenizer's own ids of the rendered text. Otherwise the guard locates
 the spellings in the texts. It renders the template again with the first character of each spelling replaced by a
-private one; apart from these characters the result must be the same. The text is then encoded in one piece by a copy of
+private-use one; all other characters of the result must be the same. The text is then encoded in one piece by a copy of
 the tokenizer in which control tokens have other names, after the template's own control tokens were replaced by these
 names. A spelling in a text thus becomes plain characters, merged with its neighbours like any text.
 """
@@ -50,7 +50,7 @@ class Chat:
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def rewritten(self, change: Callable[[Text], str]) -> Chat:
-        """Return a chat in which `change` has replaced each text, in a fixed order; roles and `also` stay the same."""
+        """Return a chat with each text replaced by the result of `change`, in a fixed order; `also` and roles stay."""
         turns = [_rewritten_turn(row, turn, change) for row, turn in enumerate(self.turns)]
         tools = [_rewritten(tool, "tool", f"tools.{row}", change) for row, tool in enumerate(self.tools)]
         return Chat(turns=turns, tools=tools, also=self.also)
@@ -79,7 +79,7 @@ class Text:
 
 #: Function that renders a template, as `ContentGuard` describes.
 Render = Callable[[Chat, bool], str]
-#: Function that returns the position in a rendered text where its encoding begins.
+#: Function that returns the position in a rendered text from which the text is to be encoded.
 Begin = Callable[[str], int]
 
 #: Fields of a message whose permitted control tokens depend on its role. All other fields are data, whatever the role.
@@ -142,7 +142,7 @@ class ContentGuard:
         try:
             around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
-            around = template  # the template rejects a lone user message: all its tokens count as structural
+            around = template  # it rejects a lone user message: all its control tokens count as structural
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
         spellings = {index: token.content for index, token in added.items() if token.content}
         structural = {
@@ -160,7 +160,8 @@ class ContentGuard:
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        `begin` returns the position in the rendered text to begin at; `first_row` numbers turns in error messages.
+        `begin` returns the position in the rendered text from which to encode; `first_row` is added to the numbers of
+        turns in error messages.
 
         Raises:
             ModelError: the template rejects the chat; or a text of `also` spells a control token; or a text of the chat
@@ -223,7 +224,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens from `begin` on if data had no symbols; None if that chat cannot be rendered."""
+        """Return the structural tokens after `begin` of the chat with data free of symbols; None if rendering fails."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -253,7 +254,7 @@ class ContentGuard:
         return frozenset(at for at, char in enumerate(rendered) if char in used)
 
     def _apart(self, text: str, data: frozenset[int]) -> list[int]:
-        """Return ids of `text`; control tokens that contain a character at `data` become plain text."""
+        """Return ids of `text`; control tokens that contain a character at a position in `data` become plain text."""
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except TypeError:
@@ -421,7 +422,7 @@ class ConversationTail:
         self._closing = cache(self._closing_after)
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
-        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
+        """Return the token ids that follow the answer `chat.turns[first_new - 1]`, whose last token is `last_id`.
 
         None if there is no tail. Raises ModelError like `ContentGuard.encode_chat`.
         """

@@ -5,7 +5,7 @@ key-value head serves its group of query heads without being copied. Scores, sof
 arrays are computed in one bf16 pass.
 
 The kernel was tested in Pallas's interpreters on a CPU, where outputs and gradients agree with dense attention, and it
-was lowered for TPUs without one. It has not been compiled or run on a TPU.
+was lowered for TPUs on a machine without a TPU. It has not been compiled or run on a TPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 #: Rows of the kernel must be a multiple of this length, in tokens.
 LANES: Final = 128
-#: The default of MaxText and axlearn: fp32 scores of a block take 1 MiB of the 16 MiB that a kernel gets by default.
+#: Block length in tokens, as in MaxText and axlearn: a block's fp32 scores take 1 MiB of the kernel's default 16 MiB.
 _BLOCK: Final = 512
-#: The fused backward pass stores this many partial gradients of the queries at most.
+#: Maximum number of partial gradients of the queries that the fused backward pass may store.
 _MOST_PARTIAL_GRADIENTS: Final = 4
 
 

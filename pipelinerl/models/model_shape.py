@@ -97,7 +97,7 @@ class ModelShape:
         return any("c_attn" in name or "qkv" in name for name in self.parameters)
 
     def adapted(self, targets: Collection[str] | None) -> list[tuple[int, ...]]:
-        """Return the shapes of the matrices that LoRA adapts: modules with a last name in `targets`; None means all."""
+        """Return the shapes of the matrices that LoRA adapts: those with a module name in `targets`; None means all."""
         return [shape for name, shape in self.linear.items() if targets is None or _module(name) in targets]
 
 

@@ -189,7 +189,7 @@ class ChatTokenizer:
 
     @cached_property
     def _contents(self) -> ContentGuard:
-        """Build the content guard on first use, because that renders the template."""
+        """Build the content guard on first use, because building it renders the template."""
         tokenizer = self._tokenizer
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -260,8 +260,8 @@ class ChatTokenizer:
 class IncrementalDetokenizer:
     """Converter of one sample's tokens to text, token by token.
 
-    It decodes a window of recent tokens before and after each new token; the difference is the new text. The window
-    includes the tokens of the previous emission, since some decoders treat the first token specially.
+    It decodes a window of recent tokens without and with each new token; the second text without the first is the new
+    text. The window includes the tokens of the previous emission, since some decoders treat the first token specially.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -371,7 +371,7 @@ def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs
 
 
 def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Return True if plain Jinja renders the template; after False, the caller asks the tokenizer itself."""
+    """Return True if plain Jinja renders the template; if False, the caller lets the tokenizer decide."""
     from jinja2 import TemplateError
 
     try:
@@ -410,7 +410,8 @@ _WITHOUT_MEANING: Final = frozenset(
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
 #: Matches names that mean something else in transformers' templates than in plain Jinja.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
-#: Maximum vocabulary. A larger one may be Mistral's, with a wrong pre-tokenizer that transformers corrects.
+#: Maximum vocabulary size. A larger vocabulary may be Mistral's, whose files have a wrong pre-tokenizer that only
+#: transformers corrects.
 _MOST_PLAIN_TOKENS: Final = 100_000
 
 

@@ -115,7 +115,7 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Return for each cause the mask of its tokens, bool [N], if the trainer holds the weights `held_version`."""
+        """Return for each cause the mask of its tokens, bool [N]; the trainer's weights have version `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
@@ -152,8 +152,8 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
     """Return the mismatch metrics of a step, for causes and ages that have tokens.
 
     `mismatch_<cause>_<figure>` compares the trainer's log-probs at the step with the sampler's, and
-    `old_mismatch_<cause>_<figure>` the trainer's recomputed log-probs with the sampler's. `age_<ages>_<figure>` is by
-    the token's age, the number of versions between the weights that sampled it and the trainer's weights. Figures:
+    `old_mismatch_<cause>_<figure>` the trainer's recomputed log-probs with the sampler's. `age_<ages>_<figure>` is for
+    tokens of these ages, in versions between the weights that sampled the token and the trainer's weights. Figures:
 
         share                           share of the trained tokens
         mean p50 p95 max k1 k3 ess      as in `Mismatch`

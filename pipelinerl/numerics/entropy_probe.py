@@ -4,7 +4,8 @@ Every trainer computes the entropy over the vocabulary, a `HeadMeasure`, for an 
 therefore a way to measure entropy that works with every trainer. Low surprisal of the sampled tokens can come from a
 confident policy or from a low sampling temperature; entropy distinguishes the two.
 
-A trainer's other processes load the class by name, and accept only names from this package (`trainers.ranks.commands`).
+A trainer's other processes load the class by name, and accept only names from a few packages, of which this is one
+(`trainers.ranks.commands`).
 """
 
 from __future__ import annotations

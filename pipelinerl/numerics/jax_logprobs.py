@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from trainer_contract.types import HeadMeasure
 
-#: Number of logits computed at once, first on a CPU (64 MiB in fp32), then on a GPU or TPU (512 MiB). There, pieces are
-#: larger because each one reads the head again. A smaller input is one piece and needs no recomputation.
+#: Number of logits computed at once, on a CPU (64 MiB in fp32) and on a GPU or TPU (512 MiB). Pieces are larger on a
+#: GPU or TPU because each one reads the head again. A smaller input is one piece and needs no recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 LOGITS_ON_ACCELERATOR: Final = 2**27
 
@@ -84,7 +84,7 @@ def _in_pieces(
 
 
 def _needed_first(needed: Array, pieces: int) -> tuple[Array, Array]:
-    """Return how many pieces hold the needed tokens of each shard, and i32 [S, pieces, T / pieces] tokens of each."""
+    """Return the number of pieces to compute, and each shard's tokens, needed first, as i32 [S, pieces, T / pieces]."""
     shards, tokens = needed.shape
     order = jnp.argsort(~needed, axis=1, stable=True).reshape(shards, pieces, -1)
     return -(-needed.sum(axis=1).max() // (tokens // pieces)), order
@@ -111,10 +111,10 @@ def _pieces_backward(
             of_head, of_part = pull(outward[:, at])
             return so_far[0] + of_head, so_far[1].at[at].set(of_part, unique_indices=True)
 
-        # A bf16 sum over many pieces would lose most of the small ones.
+        # A bf16 sum over many pieces would lose most of the small terms.
         return lax.fori_loop(0, count, add, (jnp.zeros(head.shape, jnp.float32), jnp.zeros_like(hidden)))
 
-    # Each shard has its own gradient of the head, so devices add theirs once, after all pieces.
+    # Each shard sums its own gradient of the head, so the devices add their gradients only once, after all pieces.
     of_head, of_hidden = jax.vmap(of_shard, in_axes=(0, 0, 0, 0, 1))(hidden, token_ids, temperatures, places, outward)
     return of_head.sum(axis=0).astype(head.dtype), of_hidden, None, None, None
 

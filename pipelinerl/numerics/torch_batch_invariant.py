@@ -109,7 +109,7 @@ def _attend_tile(
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(hidden, -torch.inf)
         larger = torch.maximum(most, scores.detach().amax(dim=-1, keepdim=True))
-        # Keep the shift finite, even if the window hides the whole tile.
+        # Keep the softmax's shift finite, even if the window hides the whole tile.
         shift = larger.clamp(min=torch.finfo(torch.float32).min)
         faded, exps = (most - shift).exp(), (scores - shift).exp()
         total = total * faded + exps.sum(dim=-1, keepdim=True)

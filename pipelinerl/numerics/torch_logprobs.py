@@ -24,8 +24,8 @@ from pipelinerl.numerics import torch_batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
-#: Number of logits held at once, by type of device: 64 MiB in fp32 on a CPU, 512 MiB on a GPU. There, pieces are larger
-#: because each one reads the weight three times and adds to its gradient. A smaller input is one piece, without
+#: Number of logits held at once, by type of device: 64 MiB in fp32 on a CPU, 512 MiB on a GPU. Pieces are larger on a
+#: GPU because each piece reads the weight three times and adds to its gradient. A smaller input is one piece, without
 #: recomputation.
 LOGITS_AT_ONCE: Final = {"cpu": 2**24, "cuda": 2**27}
 
@@ -177,7 +177,7 @@ def _predictions(
 
 @cache
 def _compiled_predictions() -> Callable[[Tensor, Tensor, Tensor | None, tuple[HeadMeasure, ...]], Tensor]:
-    # The vocabulary is too large for torch's online softmax: without this option, torch warns that it does not use it.
+    # The vocabulary is too large for torch's online softmax; without this option, torch would warn about this.
     return torch.compile(_predictions, dynamic=True, options={"online_softmax": False})
 
 

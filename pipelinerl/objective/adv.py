@@ -76,7 +76,7 @@ class Credit(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """(R_i − baseline) / scale, both computed over the rollout's group. GRPO uses mean and std, Dr. GRPO only the mean.
+    """(R_i − baseline) / scale, both taken over the rollout's group. GRPO uses mean and std, Dr. GRPO only the mean.
 
     With `credit` turns, each turn k of rollout i has its own advantage: A_{i,k} = (G_{i,k} − baseline_{g,k}) /
     scale_{g,k}. G_{i,k} is the turn's reward-to-go (`Turns.rewards_to_go`); baseline and scale are computed over turn k

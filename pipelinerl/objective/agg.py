@@ -1,6 +1,6 @@
 """Slot `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
 
-Rollouts without a judgement or without sampled tokens have weight 0 and are excluded from every denominator. The
+Rollouts without a verdict or without sampled tokens have weight 0 and are excluded from every denominator. The
 weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of the batch.
 """
 
@@ -38,7 +38,7 @@ class Aggregation(Protocol):
         Args:
             lengths: [B], numbers of sampled tokens.
             groups: [B], index of the rollout's group; any integers.
-            valid: [B], False if the verdict is not a judgement.
+            valid: [B], False if the verifier reached no verdict.
         """
         ...
 

@@ -39,7 +39,7 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
         if grad2.estimator is Estimator.K3_WEIGHTED and grad2.over is Policy.CURRENT:
             yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
     if grad1.level is Level.SEQUENCE:
-        # LUSPO is the exception: it multiplies a ratio of sequences by the length.
+        # Only LUSPO may use another aggregation: it multiplies a ratio of sequences by the length.
         by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)
         if not (by_length or isinstance(objective.agg, Trajectory)):
             yield (

@@ -116,7 +116,7 @@ class TokenFactors(NamedTuple):
     Attributes:
         rollout, position, token: the token's rollout, its index among the sampled tokens, and its text.
         agg, is_weight, adv: the token's aggregation weight, importance weight and advantage.
-        kept: False if clipping removes its gradient from grad1.
+        kept: False if clipping removes the token's gradient from grad1.
         truncated: True if the importance weight was truncated.
         multiplier: the full derivative dJ / d log π_θ(token), including the path through the rollout's other tokens if
             the ratio is a sequence's. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are

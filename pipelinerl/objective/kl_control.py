@@ -59,7 +59,7 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and the actual β for the column `kl_coefficients`; None if no slot reads the column."""
+    """An objective with β = 1, and the actual β for the column `kl_coefficients`; β is None if no slot reads it."""
 
     objective: PolicyObjective
     coefficient: float | None

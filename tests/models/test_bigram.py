@@ -41,7 +41,7 @@ def test_saving_a_bigram_model_keeps_other_files_in_the_directory(tmp_path: Path
         (np.zeros(3, dtype=np.float32), r"\[3\]"),
     ],
 )
-def test_bigram_logits_that_are_no_square_matrix_in_float32_are_rejected(logits: np.ndarray, problem: str) -> None:
+def test_bigram_logits_other_than_a_square_float32_matrix_are_rejected(logits: np.ndarray, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         BigramModel(logits=logits)
 

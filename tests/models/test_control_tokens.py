@@ -122,7 +122,7 @@ def chats(draw: st.DrawFn, *words: str) -> list[Message]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_message_contents_never_become_control_tokens_and_chats_without_them_are_encoded_as_before(
+def test_message_contents_never_become_control_tokens_and_other_chats_are_encoded_as_by_transformers(
     name: str, data: st.DataObject
 ) -> None:
     messages = data.draw(chats(*CONTROL[name]))
@@ -243,7 +243,7 @@ def test_control_token_written_as_text_is_tracked_through_template_filters(
     assert made.decode(ids) == f"<|im_start|>user\n{shown}<|im_end|>"
 
 
-def test_control_token_as_text_that_cannot_be_tracked_through_the_template_is_rejected_with_its_place() -> None:
+def test_error_names_the_text_with_a_control_token_that_cannot_be_tracked_through_the_template() -> None:
     tokenizer, made = refitted(OPENED % "'x' if '<|' in messages[0].content else messages[0].content")
     for content in ("a <| b", "ab"):
         assert made.encode_chat([Message("user", content)]) == own(tokenizer, [Message("user", content)])

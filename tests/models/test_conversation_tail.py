@@ -14,7 +14,7 @@ QUESTION = [Message("system", "s"), Message("user", "1 + 2")]
 
 
 def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[list[int], list[int]]:
-    """Return the tokens of question and sampled answer, and those of the conversation continued by `new`."""
+    """Return the tokens of question and sampled answer, and the tokens of this conversation continued by `new`."""
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode(answer), end]
     messages = [*QUESTION, Message("assistant", answer), *new]

@@ -25,7 +25,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_nan_and_infinity_in_weights_are_detected_and_finite_values_of_every_exponent_are_accepted(
     dtype: torch.dtype,
 ) -> None:
-    """The test tries all values of a 16-bit dtype; of longer dtypes, all upper 16 bits, with the last bit 0 and 1."""
+    """Try all values of 16-bit dtypes; in longer dtypes, all values of the upper 16 bits, with the last bit 0 and 1."""
     width = torch.empty(0, dtype=dtype).element_size()
     upper = np.arange(2**16, dtype=f"u{width}") << 8 * width - 16
     words = np.concatenate([upper, upper | np.ones(1, upper.dtype)])

@@ -44,7 +44,7 @@ CONFIGS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function that makes the random model of a name in `CONFIGS`, with large weights, biases and norms.
+    """Return a function that makes a random model by its name in `CONFIGS`, with large weights, biases and norms.
 
     The function returns the model and the directory in which it is saved.
     """

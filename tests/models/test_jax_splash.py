@@ -98,7 +98,7 @@ def test_blocks_above_the_diagonal_are_not_computed(columns):
             assert np.array_equal(computed, np.tril(np.ones((columns // 512, columns // 512), bool)))
 
 
-def test_blocks_divide_the_row():
+def test_splash_kernel_block_sizes_divide_the_row_length():
     for columns in (128, 256, 384, 512, 640, 1024, 32768):
         sizes = block_sizes(columns)
         assert columns % sizes.block_q == 0 and sizes.block_q % 128 == 0 and sizes.has_backward_blocks
@@ -117,7 +117,7 @@ def products(jaxpr):
 
 
 @pytest.mark.parametrize(("columns", "width"), [(128, 64), (4096, 128)])
-def test_kernel_lowers_to_tpus_and_multiplies_bf16_arrays_in_one_pass(columns, width):
+def test_splash_kernel_lowers_to_tpus_and_multiplies_bf16_arrays_in_one_pass(columns, width):
     """Callers ask for exact products of fp32 arrays, which the TPU compiler rejects for bf16 arrays in a kernel."""
 
     def loss(*arrays):

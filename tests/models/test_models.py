@@ -113,7 +113,7 @@ def test_error_for_an_unknown_architecture_suggests_another_model_or_transformer
         ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; use one"),
     ],
 )
-def test_untrainable_model_is_rejected_with_its_reason(directory, file, content, sentence):
+def test_error_for_an_untrainable_model_gives_the_reason(directory, file, content, sentence):
     before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
     (directory / file).write_text(json.dumps(before | content))
     with pytest.raises(ModelError, match=f"{directory} {sentence}"):
@@ -150,7 +150,7 @@ def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
-def test_plain_tokenizer_class_equals_the_auto_class_of_transformers(directory, model_type, declared):
+def test_tokenizer_of_a_plain_class_equals_that_of_transformers_auto_class(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
     taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))
@@ -272,7 +272,7 @@ def test_warm_start_stops_when_the_accuracy_is_in_the_given_range_and_is_reprodu
     ("changes", "message"),
     [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
 )
-def test_warm_start_fails_if_it_does_not_reach_or_jumps_over_the_given_range_of_accuracy(changes, message):
+def test_warm_start_fails_if_the_accuracy_stays_below_or_jumps_above_the_given_range(changes, message):
     with pytest.raises(ModelError, match=message):
         warm_start(settings(**changes))
 
@@ -327,7 +327,7 @@ def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) == expected
 
 
-def test_decoding_for_display_shows_special_tokens_and_without_a_tokenizer_token_ids(tmp_path):
+def test_decoding_for_display_shows_special_tokens_or_token_ids_if_there_is_no_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

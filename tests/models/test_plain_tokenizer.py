@@ -35,7 +35,7 @@ def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
 
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
-    """Return the tokens of the whole chat, and those of the first message's text; if one fails, its error message."""
+    """Encode the whole chat, and the first message's text; return the tokens of each, or its error message."""
     found: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
@@ -59,7 +59,7 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_plain_tokenizer_equals_transformers(path: Path) -> None:
+def test_plain_tokenizer_gives_the_same_ids_texts_and_errors_as_transformers(path: Path) -> None:
     ours, theirs = both(path)
     assert (ours.vocab_size, ours._tokenizer.chat_template) == (theirs.vocab_size, theirs._tokenizer.chat_template)
     for name in ("eos_token_id", "unk_token_id", "name_or_path"):

@@ -38,7 +38,7 @@ def problem(prompt: str, answer: str = "1") -> Problem:
 
 
 def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
-    """Return warm start settings of two domains, in which the n-th check measures `rewards[n]`, later ones the last."""
+    """Return warm start settings of two domains; check n measures `rewards[n]`, all later checks `rewards[-1]`."""
     reported = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
     return DomainWarmStartSettings(
@@ -71,7 +71,7 @@ def test_domain_with_reward_in_the_target_range_gets_only_rehearsal_until_its_re
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_warm_start_fails_if_a_domains_reward_does_not_reach_or_jumps_over_the_range(
+def test_warm_start_fails_if_a_domains_reward_stays_below_or_jumps_above_the_range(
     rewards: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -103,7 +103,7 @@ def test_answers_sampled_in_the_warm_start_follow_the_models_probabilities_in_an
 
 def test_sampling_in_the_warm_start_continues_until_the_end_token_or_max_tokens() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
-    model.get_input_embeddings().weight.data *= 1000  # so that always the likeliest token is sampled
+    model.get_input_embeddings().weight.data *= 1000  # so that sampling always picks the likeliest token
     problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
     answers = sampled_answers(model, own, problems, max_tokens=9, seed=0)
     for each, answer in zip(problems, answers, strict=True):

@@ -33,7 +33,7 @@ def test_quantiles_of_the_logprob_mismatch_equal_numpy_quantiles(size):
     np.testing.assert_allclose([got.p50, got.p95], np.quantile(np.abs(ours - theirs), [0.5, 0.95]), rtol=1e-12)
 
 
-def test_logprob_mismatch_of_no_tokens_is_zero_and_different_shapes_are_rejected():
+def test_logprob_mismatch_of_no_tokens_is_zero_and_arrays_of_different_shapes_are_rejected():
     nothing = mismatch(np.zeros(0), np.zeros(0))
     assert (nothing.num_tokens, nothing.max, nothing.k3, nothing.ess) == (0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="expected log-probs of the same tokens"):
@@ -79,7 +79,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
 
 
 def random_rollouts(seed: int, count: int) -> list[list[Token]]:
-    """Return rollouts of one to three turns; the model version sometimes increases within one, at most to HELD."""
+    """Return rollouts of one to three turns; the model version sometimes increases in a rollout, at most to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
     for _ in range(count):

@@ -54,7 +54,7 @@ def test_logprobs_computed_in_pieces_agree_with_the_definition_in_value_and_grad
 
 
 def head_gradients(dtype, pieces, *, vocab=600, width=32, count=256, bias=False):
-    """Return the gradients of hidden states and of a linear output layer (head), in `dtype`, in `pieces` pieces."""
+    """Return gradients of hidden states and of a linear output layer (head), computed in `dtype` in `pieces` pieces."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, width, generator=draw).bfloat16().float().requires_grad_()
     head = torch.nn.Linear(width, vocab, bias=bias)
@@ -82,7 +82,7 @@ def test_bf16_gradient_of_the_output_layer_does_not_lose_precision_if_computed_i
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ways_of_summing_gradient_products_for_gpu_and_cpu_agree(device):
+def test_the_gpus_and_the_cpus_way_of_summing_gradient_products_agree(device):
     """Both ways run on a CPU here; `device` only selects the way of summing."""
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]

@@ -29,7 +29,7 @@ def test_engine_and_trainer_logprobs_in_fp32_agree_for_every_token(tmp_path: Pat
 def test_engine_and_trainer_logprobs_in_bf16_agree_for_95_percent_of_the_tokens(
     tmp_path: Path, head: HeadPrecision
 ) -> None:
-    """The bound is the same for both precisions of the output layer: on some CPUs hidden states cause the error."""
+    """The bound is the same for both precisions of the output layer: on some CPUs the error is in the hidden states."""
     assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
 
 

@@ -1,4 +1,4 @@
-"""The review of a run's log-prob mismatch metrics matches manual values, and gives the advice of each rule when due."""
+"""The review of a run's log-prob mismatch metrics matches manual values, and each rule advises when it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of routed experts, as arrays and in the format in which they are sent."""
+"""Indices of routed experts, as arrays and in the format in which they are sent."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_routed_experts_data_that_does_not_fit_its_shape_is_rejected(changes: di
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_token_of_a_context_which_has_no_routing_gets_expert_numbers_of_zero() -> None:
+def test_first_token_of_a_context_gets_expert_numbers_of_zero_because_it_has_no_routing() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

@@ -39,7 +39,7 @@ RULES = [
 
 
 def computed(rule, *, columns, what="advantages", **rollouts):
-    """Call the method `what` of an advantage rule on these rollouts."""
+    """Call the method named `what` of an advantage rule on these rollouts."""
     return getattr(rule, what)(Scored(**rollouts), columns)
 
 
@@ -70,7 +70,7 @@ def test_group_relative_advantages_with_mean_only_match_hand_computed_numbers():
 
 
 def test_leave_one_out_advantages_match_hand_computed_numbers():
-    # Each reward minus the mean of the group's others: 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
+    # Each reward minus the mean of the other rewards: 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
     got = advantages(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
     np.testing.assert_allclose(got, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 4.0, -4.0])
 
@@ -249,7 +249,7 @@ EPISODES = [
     [(1, 0.5)],
 ]
 EPISODE_GROUPS = np.array([0, 0, 0, 1, 1])
-#: The rewards of the whole rollouts. That of the third rollout exceeds the sum of its turns' rewards by 1.
+#: The rewards of the whole rollouts. The third rollout's reward exceeds the sum of its turns' rewards by 1.
 TOTALS = np.array([0.75, 1.0, 1.25, -1.0, 0.5])
 
 
@@ -353,7 +353,7 @@ def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
     )
 
 
-def test_undiscounted_return_of_a_token_is_the_reward_from_its_turn_on():
+def test_undiscounted_return_of_a_token_is_the_sum_of_the_rewards_from_its_turn_on():
     wanted = [to_go(i, k) for i, one in enumerate(EPISODES) for k, (tokens, _) in enumerate(one) for _ in range(tokens)]
     np.testing.assert_allclose(credited(RewardToGo(credit=Credit.TURNS)), wanted, atol=1e-12)
     invalid = credited(RewardToGo(credit=Credit.TURNS), np.full(5, np.nan), np.zeros(5, bool))
@@ -413,7 +413,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
             for agent in ("white", "black") * int(draw.integers(1, 3))
         ]
         rollouts.append(turns)
-        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the last turn gets the difference
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # credited to the last turn
         roles += [f"chess/{turn.agent}" for turn in turns]
     valid = np.array([True, True, False, True, True, True])
     scored = Scored(
@@ -437,7 +437,7 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_turns_role() 
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
 
 
-def test_mean_of_the_covariance_terms_equals_the_covariance_over_tokens_that_could_be_judged() -> None:
+def test_mean_of_the_covariance_terms_equals_the_covariance_over_the_tokens_of_judged_rollouts() -> None:
     draw = generator(4, "covariances")
     advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
     found = covariances(advantages, logprobs, judged)

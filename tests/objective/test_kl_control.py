@@ -7,7 +7,7 @@ from pipelinerl.objective.kl_control import KLController, as_column, kl_coeffici
 from pipelinerl.objective.presets import resolve
 
 
-def test_kl_controller_computes_the_hand_computed_coefficients():
+def test_coefficients_of_the_kl_controller_match_hand_computed_numbers():
     controller = KLController(target=2.0, gain=0.5)
     assert controller.next(0.1, 2.2) == pytest.approx(0.1 * (1 + 0.5 * 0.1))
     assert controller.next(0.1, 2.0) == 0.1

@@ -99,7 +99,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
 def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None) -> np.ndarray:
     """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout.
 
-    Clip-Cov drops random tokens; the surrogate drops those that `columns` shows as dropped.
+    Clip-Cov drops random tokens; the surrogate drops the same tokens, which have advantage 0 in `columns`.
     """
     surrogate = ORACLES[name](groups)
     if name == "clip_cov" and columns is not None:

@@ -15,7 +15,7 @@ from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.tokens import Policy
 
 
-def test_recipe_gives_the_objective_as_a_preset_name_or_a_table_and_an_empty_table_is_the_default():
+def test_recipe_gives_the_objective_as_a_preset_name_or_a_table_and_an_empty_table_means_the_default():
     assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
     assert resolve({}) == PRESETS["pipelinerl"].objective
 

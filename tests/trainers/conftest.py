@@ -60,7 +60,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def micro_batch():
-    """Make a random micro-batch from (lengths, …); `select` keeps only these rollouts, in this order."""
+    """Return a function that makes a micro-batch of random rollouts; `select` lists those to keep, in order."""
 
     def make(lengths=(9, 4, 40, 2, 17, 9), *, select=None, seed=0, tempered=True):
         chosen = list(range(len(lengths))) if select is None else select

@@ -206,7 +206,7 @@ def require_equal(got: Any, expected: Any, tolerance: float, what: str) -> None:
 
 
 def require_same_weights(got: Weights, expected: Weights, tolerance: float, what: str) -> None:
-    """Fail unless both have the same names in the same order, and values within `tolerance`."""
+    """Fail unless both sets of weights have the same names in the same order, and values within `tolerance`."""
     require(list(got) == list(expected), f"{what}: the parameters' names or order changed")
     for name in expected:
         require_equal(got[name], expected[name], tolerance, f"{what}, {name}")

@@ -101,7 +101,7 @@ def join(distributed: Distributed, port: int) -> None:
     if jax.distributed.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host = distributed.coordinator.rpartition(":")[0]
-    # With this setting a process that ends does not wait for the others. It is safe, because our channels detect dead
+    # With this setting a process that ends does not wait for the others. This is safe, because our channels detect dead
     # ranks.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -37,7 +37,7 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """Options of the JAX trainer. Without `distributed` it is one process; `attention` None is the device's default."""
+    """Options of the JAX trainer; `distributed` None means one process, `attention` None the device's default."""
 
     mesh: MeshShape
     remat: Remat = Remat.NONE

@@ -82,7 +82,7 @@ class TrainerProgram:
         return jnp.einsum("rcd,od->rc", hidden.astype(jnp.float32), head[VALUE_WEIGHT]) + head[VALUE_BIAS]
 
     def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that the backward pass keeps only the activations that the remat policy allows."""
+        """Wrap a function so that only the activations that the remat policy allows are kept for the backward pass."""
         return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
 
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,8 +136,8 @@ def predictions(
 ) -> Array:
     """Return f32 [1 + M, R, C]: the result of `logprobs`, then M measures of distributions (none for a value model).
 
-    They are 0 for tokens that are not in `inside`, bool [R, C], whose logits are mostly not computed. `scan` runs the
-    layers.
+    The results are 0 for tokens outside `inside`, bool [R, C]; most of these tokens' logits are not computed. `scan`
+    runs the layers.
     """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     predicted = inside & (positions > 0)
@@ -208,7 +208,7 @@ def accumulate(
 def _scan_into(
     so_far: Weights, layer: Callable[..., Any], x: Array, inputs: tuple[Weights, None]
 ) -> tuple[Array, None]:
-    """Run layers like `lax.scan`; the gradient of their weights is its sum with `so_far`, in the memory of `so_far`."""
+    """Run layers like `lax.scan`; backward adds the gradient of their weights to `so_far`, in the same memory."""
     return _layers(layer, x, inputs[0], so_far), None
 
 
@@ -237,7 +237,7 @@ def _layers_backward(
         outward, added = pull(outward)
         return outward, {name: array.at[place].add(added[name]) for name, array in total.items()}
 
-    with jax.default_matmul_precision("float32"):  # as in `predictions`, whose context has ended
+    with jax.default_matmul_precision("float32"):  # as in `predictions`, whose own context has ended by now
         outward, total = lax.fori_loop(0, len(inputs), back, (outward, so_far))
     return outward, total, None
 
@@ -276,7 +276,7 @@ def step(
         part, mean, square, weight = gradient[name] * scale, moments.mu[name], moments.nu[name], weights[name]
         mean = jnp.where(finite, b1 * mean + (1 - b1) * part, mean)
         square = jnp.where(finite, b2 * square + (1 - b2) * part * part, square)
-        # Without this barrier, XLA on a CPU computes the update from the old moments, and copies them first.
+        # Without this barrier, XLA on a CPU would copy the old moments and compute the update from the copies.
         means[name], squares[name] = mean, square = lax.optimization_barrier((mean, square))
         update = mean / (1 - b1**count) / (jnp.sqrt(square / (1 - b2**count)) + spec.eps)
         if len(parameter.shape) >= 2:

@@ -44,14 +44,14 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, such as a reference."""
+    """Command: run `init_worker` of trainer number `trainer`; a process may hold several, as policy and reference."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches, then on dummies until the rank has made `rounds` passes."""
+    """Command: run `forward` on these micro-batches, then on dummy tokens until the rank has made `rounds` passes."""
 
     trainer: int
     batches: list[Columns]

@@ -92,7 +92,7 @@ class _Rank:
             except TrainerError as refusal:
                 error = refusal
             except (RuntimeError, ValueError, OSError) as failed:
-                # These come from the array library, a file's reader or the disk.
+                # These errors come from the array library, a file's reader or the disk.
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end

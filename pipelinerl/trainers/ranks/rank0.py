@@ -48,7 +48,7 @@ T = TypeVar("T")
 #: Source of the numbers that identify this process's trainers in commands.
 TRAINER_NUMBERS: Final = itertools.count(1)
 #: Seconds that a failed collective waits for a clearer error. The collective fails as soon as a rank is gone, but only
-#: the thread that reads from this rank raises an error with the rank's name.
+#: the thread that reads from that rank raises an error with the rank's name.
 _NAMING_S: Final = 2.0
 #: Longest time in seconds from the loss of a rank to the end of this process, even if a collective blocks JAX's cleanup
 #: forever.
@@ -223,7 +223,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # fails if the rank at the other end is lost or ending
+            with suppress(RankError):  # sending fails if the rank at the other end is lost or ending
                 channel.send(encode(end))
             channel.close()
 

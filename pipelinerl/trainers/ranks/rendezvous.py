@@ -109,7 +109,7 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
-    left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends heartbeats only once all ranks have arrived
+    left_s = max(deadline - time.monotonic(), 1.0)  # until all ranks have arrived, rank 0 sends no heartbeats
     waiting = Channel(connection, peer="rank 0", silence_s=left_s)
     waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
     try:

@@ -75,9 +75,9 @@ def is_here(place: Place, content: bytes) -> bool:
         return False
 
 
-#: Reference count of an unused block: one reference is the pool's, the other that of the call that counts.
+#: Reference count of an unused block: one reference from the pool, and one from the call that counts references.
 _UNHELD: Final = 2
-#: Maximum number of shared blocks. At any time one is being read, one is full, and one is being filled.
+#: Maximum number of shared blocks. At a time, one block is being read, one is full, and one is being filled.
 _BLOCKS: Final = 3
 
 

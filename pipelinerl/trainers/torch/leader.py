@@ -213,7 +213,7 @@ class MeshLeader:
         """Compute micro-batches on all ranks, distributed round-robin, `width` per round; return results in order.
 
         `command` makes a rank's command from the trainer's number, the rank's micro-batches and the number of rounds;
-        `own` computes those of rank 0.
+        `own` computes rank 0's micro-batches.
         """
         if not batches:
             return []

@@ -265,7 +265,7 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
-        """On ranks above 0, send own rows to rank 0, or write them into rank 0's memory `into`."""
+        """On ranks above 0, send this rank's rows to rank 0, or write them into rank 0's memory `into`."""
         if self.rank >= self.mesh.shards:
             return
         shapes = self._shapes(places)

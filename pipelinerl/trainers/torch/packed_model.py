@@ -231,14 +231,14 @@ def load_for_training(
                 module.p = 0.0
             if hasattr(module, "jitter_noise"):
                 # Mixtral adds noise to its routers' inputs in train mode; turn it off.
-                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
+                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs allow only parameters and modules
     # Gradient checkpointing needs train mode. Without checkpointing, eval mode disables dropout.
     model.train(gradient_checkpointing)
     return model, reader
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. In transformers 5.17, the method still has its older name."""
+    """Make the backward pass recompute each layer. transformers 5.17 has this method only under its older name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:

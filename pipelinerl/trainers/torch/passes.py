@@ -94,7 +94,7 @@ def _choices(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return one requested token per distinct prediction, and for each requested token the index of its representative.
 
-    Predictions are equal if token and prefix are shared and both were sampled at the same temperature.
+    Predictions of two tokens are equal if the tokens, their prefixes and their sampling temperatures are equal.
     """
     place, temperatures = distinct.place[requested], batch.temperatures[requested]
     if (temperatures == temperatures[:1]).all():

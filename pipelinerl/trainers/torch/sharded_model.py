@@ -159,7 +159,7 @@ class ShardedModel:
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:
-        """Within the block, give these shards the values that `rows_of` returns, one by one; then restore their own."""
+        """Within the block, give these shards the values that `rows_of` returns; then restore their own values."""
         try:
             for name in names:
                 shard = self.shards[name]

@@ -1,6 +1,6 @@
-"""A JAX trainer on two processes: equality with one process, the kit, states, and ranks that die, hang or are missing.
+"""A JAX trainer on two processes: same results as one process, the conformance kit, states, lost and missing ranks.
 
-Rank 0 runs `tests.fakes.jax_rank0`, and rank 1 runs the role that users start. Each process has one CPU device; gloo
+Rank 0 runs `tests.fakes.jax_rank0`, and rank 1 runs `pipelinerl trainer-rank`. Each process has one CPU device; gloo
 connects them.
 """
 
@@ -46,7 +46,7 @@ from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, TrainerSpec
 
-#: The seconds after which the trainer under test gives up a silent rank.
+#: Seconds of silence after which the trainer under test counts a rank as lost.
 SILENCE_S = 5
 ENVIRONMENT = {
     "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # the last flag wins
@@ -64,7 +64,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Run rank 0, which performs the jobs `what` in sequence, and the role of rank 1; yield both processes."""
+    """Start rank 0, which performs the jobs `what` in sequence, and rank 1; yield both processes."""
     (port,) = free_ports(1)
     rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), *what]
     distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
@@ -95,7 +95,7 @@ def until_ready(rank0: subprocess.Popen[str]) -> None:
 
 
 def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -> str:
-    """Send rank 1 the signal once rank 0 is ready; return the rest of rank 0's output."""
+    """Send the signal `how` to rank 1 once rank 0 is ready; return the rest of rank 0's output."""
     with pair(model, directory, *what) as (rank0, rank1):
         until_ready(rank0)
         rank1.send_signal(how)

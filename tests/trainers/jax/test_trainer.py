@@ -262,7 +262,7 @@ def test_training_forward_matches_inference_bit_for_bit(precision, model_path, m
     "mesh", [{}, {"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
 )
 def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
-    """Pieces without tokens in the loss are skipped on the backward pass, those without predicted tokens on forward."""
+    """Backward skips pieces without tokens in the loss; forward skips pieces without predicted tokens."""
     path, batch = model_path("qwen2"), micro_batch(lengths=(60, 9, 4, 40, 2, 17, 9, 50, 33))
     whole, pieces = started(path), started(path, options={"mesh": mesh}, gradient_checkpointing=True)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
@@ -276,7 +276,7 @@ def test_logits_in_pieces_give_the_same_log_probs_and_gradients(mesh, model_path
         assert largest_relative_difference(gradients(pieces), gradients(whole)) <= 1e-5
 
 
-def test_share_of_tokens_in_the_loss_compiles_no_program(model_path, micro_batch, compilations):
+def test_batches_with_other_shares_of_loss_tokens_use_the_same_program(model_path, micro_batch, compilations):
     trainer, batch = started(model_path("llama")), micro_batch()
     trainer._worker.program = replace(trainer._worker.program, logits_at_once=10 * VOCAB)
     for least in (0, 5, 20, 39):

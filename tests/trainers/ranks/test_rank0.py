@@ -16,7 +16,7 @@ from trainer_contract.errors import RankError
 
 
 def two_ranks() -> tuple[Ranks, Channel]:
-    """Return rank 0's ranks, and rank 1's end of the connection; losing a rank does not end the test process."""
+    """Return the `Ranks` of rank 0, and rank 1's end of the connection; losing a rank does not end the test process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         other = Channel(server.accept()[0], peer="rank 0", silence_s=PATIENCE_S)
@@ -25,7 +25,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_other_ranks_are_told_whether_rank_0_finished_or_failed(reason: str) -> None:
+def test_other_ranks_receive_the_notice_that_rank_0_finished_or_failed(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)

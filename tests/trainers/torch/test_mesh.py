@@ -1,6 +1,6 @@
-"""A torch trainer on several processes: equality with one process, the kit, states, and ranks that die or hang.
+"""A torch trainer on several processes: same results as one process, the conformance kit, states, and lost ranks.
 
-Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run the role that users start. gloo connects them.
+Rank 0 runs `tests.fakes.torch_rank0`; the other ranks run `pipelinerl trainer-rank`. gloo connects them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LORA = {"rank": 4, "alpha": 8}
 #: Optimizer moments in bf16, with stochastic rounding, take half the memory.
 SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
-#: Each process keeps only its rows of the gradients, which are reduced in every backward.
+#: Each process keeps only its rows of the gradients, which are reduced in every backward pass.
 DIVIDED = {"gradients": "divided"}
 #: Expert parallelism: tokens are sent to the processes that hold their experts.
 PARALLEL = {"experts": "parallel"}
-#: Models with their heads that two processes load: tied and untied embeddings, a Conv1D, and a value head.
+#: Models that two processes load, with their heads: tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: The checks of the conformance kit in which ranks must agree; slow tests run the whole kit.
 AGREED = [
@@ -57,7 +57,7 @@ AGREED = [
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: The number of steps of the fast tests of context parallelism; the slow tests take 20.
 FEW = 6
-#: The directory of a job's results, the name of the job, which rank 0 performs, and the job's arguments.
+#: A job for rank 0: the directory of its results, its name, and its arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -87,7 +87,7 @@ def test_device_index_rejects_two_ranks_on_one_gpu(devices, local_rank):
 def processes(
     jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run rank 0, with its jobs in sequence, and the roles of the other ranks."""
+    """Start rank 0, which runs the jobs in sequence, and the other ranks; yield all processes."""
     (port,), size = free_ports(1), ProcessMesh(**mesh).size
     options = {"mesh": mesh, "distributed": {"coordinator": f"127.0.0.1:{port}", "silence_s": silence_s}}
     given = [
@@ -135,7 +135,7 @@ def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
 
 
 def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
-    """Run the jobs, of which the last is `until_lost`, then signal one of two ranks; return the other rank's output."""
+    """Send the signal `how` to one of two ranks during the last job, `until_lost`; return the other rank's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
         said = list(iter(ranks[0].stdout.readline, "ready\n"))
@@ -274,7 +274,7 @@ def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
 
 @pytest.mark.timeout(600)
 def test_context_parallel_steps_match_one_process(one, two):
-    """Rollouts share the computation of prompts, as in one process; too few key heads are repeated."""
+    """Rollouts share the computation of prompts, as in one process; key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
@@ -405,7 +405,7 @@ def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
-@pytest.mark.slow  # JAX's test_ranks tests the shared code for ranks faster
+@pytest.mark.slow  # JAX's test_ranks tests the same code in less time
 @pytest.mark.timeout(600)
 def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]

@@ -41,7 +41,7 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_20_trainer_steps_with_moments_on_the_host_match_the_device(
+def test_20_trainer_steps_with_moments_on_the_host_match_those_with_moments_on_the_device(
     name: str, model_path: Callable[[str], Path]
 ) -> None:
     model = model_path(name)
@@ -114,7 +114,7 @@ def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
     assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()
 
 
-def test_losses_with_bf16_moments_stay_close_to_fp32(model_path: Callable[[str], Path]) -> None:
+def test_losses_with_bf16_moments_stay_close_to_those_with_fp32_moments(model_path: Callable[[str], Path]) -> None:
     exact, small = (steps(started(model_path("qwen3"), each), first=0, count=10, parts=1) for each in ({}, SMALL))
     moved = np.abs(exact["losses"] - exact["losses"][0]).max()
     assert 0 < np.abs(exact["losses"] - small["losses"]).max() < 0.05 * moved

@@ -21,8 +21,8 @@ from trainer_contract.types import Device, Head, Kernels, OptimizerSpec, Precisi
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
 VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
-#: Models on which the short form of the conformance kit runs, each for what it has: query and key norms, a Conv1D and
-#: learned positions, experts, a value head.
+#: Models on which the short form of the conformance kit runs, each for its special parts: query and key norms, a Conv1D
+#: and learned positions, experts, a value head.
 #: `test_packed_equals_padded_reference_for_each_architecture` checks that each architecture computes the right results.
 IN_SHORT = (("qwen3", Head.POLICY), ("gpt2", Head.POLICY), ("qwen3_moe", Head.POLICY), ("qwen2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")

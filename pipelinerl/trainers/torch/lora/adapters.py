@@ -63,7 +63,7 @@ class Adapters:
         )
         random, is_meta = torch.get_rng_state(), any(parameter.is_meta for parameter in self.base.values())
         with warnings.catch_warnings():
-            # The warnings concern models that peft wraps itself, which this one is not.
+            # peft's warnings concern models that peft wraps itself; it does not wrap this model.
             warnings.simplefilter("ignore")
             inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
@@ -99,7 +99,7 @@ class Adapters:
         return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
 
     def merged(self, name: str, own: Tensor) -> Tensor:
-        """Merge the base's parameter `name`, whose values are `own`, with its adapter; never write to the result."""
+        """Merge the base's parameter `name`, with values `own`, with its adapter; the result must not be written to."""
         pair = self.pair_of(name)
         return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
 
@@ -130,7 +130,7 @@ class Adapters:
             self._set_dropout(active=False)
 
     def compact(self) -> None:
-        """Keep the base's matrices in bf16. If directory and matmuls (autocast) are bf16, no result changes.
+        """Keep the base's matrices in bf16. No result changes if the directory and matmuls (autocast) are bf16.
 
         Outputs of embeddings are converted to fp32, so that the residual stream is fp32 as with an fp32 base.
         """
@@ -144,7 +144,7 @@ class Adapters:
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device; reuse the base if another trainer of this process has it on that device.
 
-        `digest` identifies the base's directory; `read_to` gives parameters on the meta device memory and values.
+        `digest` identifies the base's directory; `read_to` allocates and reads the parameters on the meta device.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}

@@ -129,7 +129,7 @@ class PiecewiseAdamW:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        del set_to_none  # ignored, because a gradient of zeros would still cause a step, unlike None
+        del set_to_none  # ignored: a gradient of zeros, unlike None, would cause a step
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Precision
 
-#: The varlen kernel's requirements: the minimum compute capability; then the divisor and maximum of head widths.
+#: The varlen kernel's requirements: the minimum compute capability; a number that divides head widths; their maximum.
 _CAPABILITY: Final = (8, 0)
 _WIDTHS: Final = (8, 256)
 

@@ -78,7 +78,7 @@ def planning(
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel with bucketed attention in fp32; return a text if it fails or differs too much, else None."""
+    """Compare the kernel with bucketed attention in fp32; if it fails or differs too much, return the reason."""
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
     source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)

@@ -36,7 +36,7 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [k, H, d], all heads of own tokens, to [K, H / n, d], own heads of all tokens.
+        """Convert [k, H, d], all heads of this process's tokens, to [K, H / n, d], this process's heads of all tokens.
 
         Raises SpecError if n does not divide the number of heads.
         """
@@ -56,7 +56,7 @@ class SequenceGroup:
         return parts.flatten(0, 1)
 
     def together(self, own: Tensor, readers: list[NDArray[np.int64]]) -> Tensor:
-        """Gather predictions [M, N] on every process; `own` [M, N_own] are the columns `readers[place]` of them.
+        """Gather predictions [M, N] on every process; this process has `own` [M, N_own], the columns `readers[place]`.
 
         Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
         """

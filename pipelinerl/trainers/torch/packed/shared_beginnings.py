@@ -40,8 +40,8 @@ class Distinct(NamedTuple):
     def of(cls, batch: MicroBatch) -> Self:
         """Keep one token of all that have equal prefixes; keep every token if sharing would save too little.
 
-        If the sampler's experts are replayed, only prompts are shared, since tokens of equal answers may have other
-        experts.
+        If the sampler's experts are replayed, only prompts are shared, since tokens of equal answers may have
+        different experts.
         """
         tokens, every = batch.token_ids, np.arange(batch.num_tokens)
         source = every.copy()

@@ -57,7 +57,7 @@ def torch_kernel() -> VarlenKernel:
 
 
 def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
-    """Wrap `kernel` to accept fewer key heads than query heads, by repeating key heads before torch 2.12."""
+    """Return a kernel that accepts fewer key heads than query heads; for torch below 2.12, it repeats key heads."""
     if "enable_gqa" in signature(kernel).parameters:
         return cast(VarlenKernel, kernel)
 

@@ -182,7 +182,7 @@ def test_torch_varlen_kernel_accepts_forward_and_backward_calls(window, branchin
 
 
 def test_layers_are_compiled_once_for_plans_of_different_structure(model_path, micro_batch, shared, branching):
-    """torch 2.11 compiled layers again for each structure of a plan that it could look into."""
+    """torch 2.11 would compile the layers again for each different structure of a plan that is visible to it."""
     counter = CompileCounter()
     trunk = AutoModel.from_pretrained(model_path("qwen3"), attn_implementation=IMPLEMENTATION)
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))

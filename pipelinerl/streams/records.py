@@ -313,7 +313,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and the index of each turn's context. A repeated array object is not compared."""
+    """Return the distinct contexts, and the index of each turn's context. A repeated array is found by its identity."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}

@@ -134,7 +134,7 @@ class _Mismatched(Exception):
 async def check_canary(
     canary: Canary, engines: CanaryEngines, urls: Iterable[str], published: PublishReport, forward: Forward
 ) -> CanaryFindings:
-    """Compare the log-probs of all engines concurrently; a `CanaryCheck`, given its first two arguments."""
+    """Compare the log-probs of all engines concurrently; bind the first two arguments to get a `CanaryCheck`."""
     findings = CanaryFindings()
 
     async def check_one(url: str) -> None:

@@ -100,7 +100,7 @@ def test_simulated_actor_requests_its_groups_one_after_another() -> None:
     """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
-    # a decode step begins with the first request; the others arrive during this step, and decode in the second round
+    # a decode step begins with the first request; all other requests arrive during this step, and decode after it
     assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """Yield a Redis server that the test may kill; it acknowledges a write only after it has written it to disk."""
+    """Yield a Redis server that the test may kill; it acknowledges each write only after syncing it to disk."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Batches with several optimizer steps equal a plain PPO loop on every backend, and can end early."""
+"""Batches with several optimizer steps give the results of a plain PPO loop on every backend, and can end early."""
 
 from __future__ import annotations
 

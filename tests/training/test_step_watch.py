@@ -210,7 +210,7 @@ def test_filtered_groups_are_counted_by_reason_and_one_is_kept_as_an_example(tmp
     assert figures.by_domain["sums"]["all_wrong"] == 1.0
 
 
-def test_step_metrics_are_computed_without_a_sample_log() -> None:
+def test_step_metrics_are_computed_even_if_no_sample_log_is_written() -> None:
     watch = StepWatch()
     watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)

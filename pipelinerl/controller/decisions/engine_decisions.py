@@ -177,7 +177,7 @@ def _loss_of(url: str, reason: str) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that the engine at `url` replaces; do so only once, although `url` passes the canary often."""
+    """Drain the engine that the engine at `url` replaces; repeated calls do nothing."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:

@@ -167,7 +167,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
 
 class TrainerRecord(msgspec.Struct, kw_only=True):
-    """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
+    """The controller's record of the current trainer process (epoch): its reports, and the directives sent to it."""
 
     last_report: tuple[str, float] | None = None
     """Kind and arrival time of the trainer's last report."""
@@ -200,8 +200,8 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
 
     def note_step(self, version: int) -> None:
         """Set the version of all publications that are not reported yet to `version`, that of the newest step."""
-        # Weights do not change during a publication, so a publication unreported at a step has at least this step's
-        # weights.
+        # Weights do not change during a publication, so a publication that is still unreported after a step has the
+        # weights of this step or of a later one.
         for each in self.publications:
             each.version = each.version if each.reported else version
 

@@ -1,4 +1,4 @@
-"""Tests of pass@k against enumerated subsets, and of intervals against published values and their coverage."""
+"""Tests of pass@k against enumerated subsets, and of confidence intervals against published values and by coverage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_is_stable_for_huge_binomials() -> None:
+def test_pass_at_k_is_accurate_for_huge_binomial_coefficients() -> None:
     n, c, k = 20_000, 3, 10_000
     # 1 − the probability that none of the three correct samples is drawn
     exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)

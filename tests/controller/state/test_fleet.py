@@ -363,7 +363,7 @@ def test_engine_expelled_for_good_is_not_readmitted_until_it_restarts(fleet: Fle
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_restarted_engine_waits_longer_after_each_life_that_ended_before_a_canary_check(fleet: Fleet) -> None:
+def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passing_a_canary(fleet: Fleet) -> None:
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)

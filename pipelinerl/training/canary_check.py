@@ -1,4 +1,4 @@
-"""Check that an engine computes what the trainer computes with the weights that were published to it.
+"""Check that an engine computes the trainer's log-probs with the weights that were published to it.
 
 The engine answers a fixed prompt, the canary, and returns tokens with log-probs. The trainer computes its own log-probs
 of the same tokens; its weights do not change during the check. The two sets of log-probs are compared, so engines need

@@ -191,7 +191,7 @@ def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subjec
     assert kls[0] < 1e-12 < 1e-6 < kls[5]
 
 
-# --- how a batch ends ----------------------------------------------------------------------------------------------
+# --- end of a batch ------------------------------------------------------------------------------------------------
 
 
 def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:

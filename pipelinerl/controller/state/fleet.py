@@ -199,7 +199,7 @@ class Fleet:
         joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
         return sorted(each.url for each in joining if each.loaded < 0)
 
-    # --- coming ----------------------------------------------------------------------------------------------------
+    # --- joining ---------------------------------------------------------------------------------------------------
 
     def is_known(self, url: str, incarnation: str, *, name: str, type: str, now: float) -> bool:
         """Return True if this incarnation is known with this name and type, so that `join` would change nothing."""
@@ -398,7 +398,7 @@ class Fleet:
             return False
         return self._lose(url, "it restarted", EngineLifecycle.JOINING)
 
-    # --- going -----------------------------------------------------------------------------------------------------
+    # --- leaving ---------------------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, now: float, by: float) -> bool:
         """Give the engine no more work; its current work may run until the time `by`."""

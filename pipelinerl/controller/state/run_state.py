@@ -341,7 +341,7 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders are sampled with version `loaded` or newer from now on; drop entries of ended orders."""
+        """Record that orders issued from now on are sampled with version `loaded` or newer; drop outdated entries."""
         # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0

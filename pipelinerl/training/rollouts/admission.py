@@ -71,7 +71,7 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group's order was issued in this lineage, for a step that was not lost."""
+        """Return whether the group's order was issued in this lineage, for a step that no restart undid."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 

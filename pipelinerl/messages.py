@@ -457,7 +457,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: A message is rejected as forged if its order index is further than this from those of the known orders.
+#: A message is rejected as forged if its order index differs by more than this from those of the known orders.
 MOST_AHEAD = 2**20
 
 _ENCODER = msgspec.msgpack.Encoder()

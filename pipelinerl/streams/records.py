@@ -88,7 +88,7 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A message and its `kind`: a report, or any order except a `PromptOrder`."""
+    """A message as plain data: the name of its class (`kind`), and its fields (`body`)."""
 
     kind: str
     body: dict[str, Any]
@@ -313,7 +313,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and the index of each turn's context. A repeated array is found by its identity."""
+    """Return the distinct contexts, and the index of each turn's context. A repeated array is matched by identity."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}

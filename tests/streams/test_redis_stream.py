@@ -166,7 +166,7 @@ async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await streams.append("s", [b"2", b"3"], first_id=2)
-        # The hanging server answers the abandoned append late; that answer must not be taken for a later command's.
+        # The hanging server answers the abandoned append late; a later command must not take this answer for its own.
         assert await streams.length("s") == 3
         assert await streams.last_id("s") == "3-0"
 

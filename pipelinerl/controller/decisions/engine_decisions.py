@@ -1,6 +1,6 @@
 """Decisions about engines: which changes of the fleet, and which events, follow from an input or a report.
 
-    EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and weights are due to it
+    EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and needs weights
     HealthCheckMissed                                   the engine gets no more work
     EngineTimedOut                                      the engine is dead
     Published                                           the engine has the weights, or is dirty, or is expelled

@@ -199,7 +199,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Set the version of all publications that are not reported yet to `version`, that of the newest step."""
+        """Set the version of all publications that are not reported yet to `version`, which the newest step made."""
         # Weights do not change during a publication, so a publication that is still unreported after a step has the
         # weights of this step or of a later one.
         for each in self.publications:

@@ -53,7 +53,7 @@ def test_pass_at_k_rejects_impossible_sample_counts(n: int, c: int, k: int) -> N
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """The mean of pass@k over draws of n samples is 1 − (1 − p)^k; that of the plug-in 1 − (1 − c/n)^k is far off."""
+    """Over draws of n samples, the mean of pass@k is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is biased."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k

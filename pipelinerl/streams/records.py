@@ -88,7 +88,7 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A message as plain data: the name of its class (`kind`), and its fields (`body`)."""
+    """A message of plain data: its `kind`, such as `dead-letter`, and its fields (`body`)."""
 
     kind: str
     body: dict[str, Any]
@@ -302,7 +302,7 @@ def named_order(record: bytes) -> int | None:
 
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Encode a message (`messages.py`), such as a report or a directive, from plain data: no arrays, no objects."""
+    """Encode plain data (no arrays, no objects), such as a dead letter; reports are encoded by `messages.py`."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 

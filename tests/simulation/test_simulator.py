@@ -124,7 +124,7 @@ def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_trai
         assert run.staleness == {2: 1.0}
 
 
-def test_simulated_rollouts_wait_less_for_a_slow_trainer_without_slowing_it() -> None:
+def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_without_slowing_the_trainer() -> None:
     """With k = 8, four steps may be in flight. A slow trainer needs two of them, and lags behind by two versions."""
     slow, fast = (replace(WHOLE, trainer=TrainerTimes(token_s=token_s)) for token_s in (6e-4, 2e-5))
     run = simulate(setting(1, 8, steps=80), slow)

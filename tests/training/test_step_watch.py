@@ -287,7 +287,7 @@ def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups() -> No
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_metrics_of_rare_tags_beyond_a_limit_are_merged() -> None:
+def test_rare_tags_beyond_a_limit_share_one_set_of_metrics() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])

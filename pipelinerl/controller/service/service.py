@@ -453,7 +453,7 @@ class ControllerService:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                # Announce the epoch; repeated appends with the same id have no effect.
+                # Record the epoch in its stream; repeated appends with the same id have no effect.
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1

@@ -150,8 +150,8 @@ class TrainerLeaving(ControlMessage, frozen=True):
 class OrdersEnded(ControlMessage, frozen=True):
     """Orders for prompts ended without a step (filtered or stale), so new orders may be issued.
 
-    `again` lists orders whose groups were sampled by weights of an abandoned epoch: these orders have not ended, and
-    must be sampled again.
+    `again` lists orders whose groups were sampled by weights that a trainer restart abandoned: these orders have not
+    ended, and must be sampled again.
     """
 
     epoch: int
@@ -457,7 +457,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: A message is rejected as forged if its order index is further than this from those of the known orders.
+#: A message is rejected as forged if its order index differs by more than this from those of the known orders.
 MOST_AHEAD = 2**20
 
 _ENCODER = msgspec.msgpack.Encoder()

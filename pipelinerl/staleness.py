@@ -77,8 +77,8 @@ class StalenessBounds:
         """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
 
         `queued` rollouts will be trained before the prompt's own, in whole groups. The trainer needs `ahead` steps'
-        rollouts, at least two, in order not to wait. While an update is due, it needs one less, so that the rest is
-        sampled with the new weights.
+        rollouts, at least two, in order not to wait. While an update is due, prompts for one step fewer are issued, so
+        that the rest is sampled with the new weights.
         """
         most = self.most_in_flight(current=current, loaded=loaded, per_step=per_step, sampled_at_once=sampled_at_once)
         due = self.reload_due(current=current, loaded=loaded)

@@ -346,7 +346,7 @@ class RolloutGroup:
     """The G rollouts that one order for a prompt requested.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
-    the group from training; empty if the filter accepts the group. `issued_at` is that of the order.
+    the group from training; empty if the filter accepts the group. `issued_at` is copied from the order.
     """
 
     group_id: str

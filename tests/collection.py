@@ -54,7 +54,7 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """Rotate `children`, so that each process starts at another one, with equal sizes of source between the starts."""
+    """Rotate `children`, so that each process starts at a different one; the starts are spaced by source size."""
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))

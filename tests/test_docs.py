@@ -13,7 +13,7 @@ from pipelinerl.config.recipe import RunConfig
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
-from reference_pages import pages  # noqa: E402  the hook of mkdocs.yml lies beside the pages
+from reference_pages import pages  # noqa: E402  the hook of mkdocs.yml is in docs/
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 GENERATED = pages()

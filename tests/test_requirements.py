@@ -75,7 +75,7 @@ def test_lock_file_has_every_dependency_of_its_packages() -> None:
         try:
             installed = distribution(name)
         except PackageNotFoundError:
-            continue  # not installed, since the lock file it is from is for another environment
+            continue  # not installed, because its lock file is for another environment
         if installed.version.partition("+")[0] != version:
             continue
         for needed in map(Requirement, installed.requires or ()):

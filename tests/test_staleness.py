@@ -11,7 +11,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 
-def test_engine_must_load_new_weights_when_its_own_are_as_many_versions_old_as_the_bound_j() -> None:
+def test_engine_must_load_new_weights_when_its_weights_are_j_versions_old() -> None:
     bounds = StalenessBounds(3, 9)
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 

@@ -2,9 +2,9 @@
 
 A group can be trained in the step after version v iff v + 1 − (version of its oldest token) ≤ k, the trainer's
 staleness bound (`staleness.py`). The actor does not know the version of the oldest token. It assumes the first version
-reported to it after the request was sent, which is normally at least as new: if the group is stale by that version, it
-is stale in any case. The exception is a request that waited long at a full engine. Its group may be dropped wrongly,
-which is rare, because pacing keeps orders from waiting for k steps.
+reported to it after the request was sent, which is normally at least as new as the true one: if the group is stale by
+that version, it is stale in any case. The exception is a request that waited long at a full engine. Its group may be
+dropped wrongly, which is rare, because pacing keeps orders from waiting for k steps.
 """
 
 from __future__ import annotations

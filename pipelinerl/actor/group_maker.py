@@ -18,7 +18,7 @@ class Sampler(Protocol):
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the answer of `engine`, or of any engine if empty, after retries; raise if all engines failed.
+        """Return the answer of `engine` (if empty, of any engine), with retries; raise if all engines failed.
 
         The engine `near` is preferred unless it is much busier than others. `begun` is called whenever an engine starts
         the answer from its first token.
@@ -48,7 +48,7 @@ class GroupProgress:
         handed_over: an engine finished an answer, which another engine may have begun.
         resampled: a weight update aborted this number of samples, which will be sampled again.
         sampled: all samples have ended, the last of them at this engine (base URL).
-        judged: all samples have these verdicts; with the (version, number of tokens) pairs of each sample.
+        judged: all samples have these verdicts, and each has these (version, number of tokens) pairs.
         played: an episode has ended, with these tool calls and this number of seconds spent outside the model.
     """
 

@@ -79,7 +79,7 @@ class ControllerClient:
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """Request that the run ends after the current step with its state saved, so that it can be resumed later."""
+        """Request that the run saves its state after the current step and ends, so that it can be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:

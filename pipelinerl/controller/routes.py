@@ -18,7 +18,7 @@
                               that time
     DELETE /verifiers?url=…   → `Done`: send a verifier service no new work
     POST   /stop              → `Done`: end the run at the next step boundary
-    POST   /suspend           → `Done`: end the run after the current step with its state saved
+    POST   /suspend           → `Done`: save the state after the current step and end the run
 
 Engines are identified by URL or name. If a removed engine was started by the launcher, the launcher ends its process.
 The header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`. Only the controller

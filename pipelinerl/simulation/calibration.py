@@ -6,7 +6,7 @@
     verification   the traced groups of `step` events
     report         the part of a step's period that is neither waiting nor computing
     actor          the remainder, chosen such that simulated steps take as long as real ones
-    contention     from further runs, in which engine and trainer work at once: how much each slows down
+    contention     runs after the first, in which engine and trainer work at once: how much each slows down
 
 The first run should be synchronous (`staleness.preset="on_policy"`), so that no two activities overlap.
 """

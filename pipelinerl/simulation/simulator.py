@@ -54,7 +54,7 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Add the time up to `now`, times the number of orders in flight; call this before that number changes."""
+        """Add the time since the last call, times the orders in flight; call this before their number changes."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 

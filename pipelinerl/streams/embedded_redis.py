@@ -123,7 +123,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """A server in a child process; a restart keeps address and data. The thread that starts it must outlive it."""
+    """A server in a child process; a restart keeps address and data. The starting thread must outlive the server."""
 
     def __init__(
         self,

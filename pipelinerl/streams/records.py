@@ -88,7 +88,7 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A message and its `kind`: a report, or any order except a `PromptOrder`."""
+    """A message of plain data: its `kind`, such as `dead-letter`, and its fields (`body`)."""
 
     kind: str
     body: dict[str, Any]
@@ -302,7 +302,7 @@ def named_order(record: bytes) -> int | None:
 
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Encode a message (`messages.py`), such as a report or a directive, from plain data: no arrays, no objects."""
+    """Encode plain data (no arrays, no objects), such as a dead letter; reports are encoded by `messages.py`."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 
@@ -313,7 +313,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and the index of each turn's context. A repeated array object is not compared."""
+    """Return the distinct contexts, and the index of each turn's context. A repeated array is matched by identity."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}

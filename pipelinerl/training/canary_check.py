@@ -1,4 +1,4 @@
-"""Check that an engine computes what the trainer computes with the weights that were published to it.
+"""Check that an engine computes the trainer's log-probs with the weights that were published to it.
 
 The engine answers a fixed prompt, the canary, and returns tokens with log-probs. The trainer computes its own log-probs
 of the same tokens; its weights do not change during the check. The two sets of log-probs are compared, so engines need
@@ -134,7 +134,7 @@ class _Mismatched(Exception):
 async def check_canary(
     canary: Canary, engines: CanaryEngines, urls: Iterable[str], published: PublishReport, forward: Forward
 ) -> CanaryFindings:
-    """Compare the log-probs of all engines concurrently; a `CanaryCheck`, given its first two arguments."""
+    """Compare the log-probs of all engines concurrently; bind the first two arguments to get a `CanaryCheck`."""
     findings = CanaryFindings()
 
     async def check_one(url: str) -> None:

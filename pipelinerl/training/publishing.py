@@ -194,7 +194,7 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        # Trim only reports of earlier updates, since later trainers read the others.
+        # Keep the reports of this update, since later trainers read them; trim only older reports.
         await self._stream.trim(TAKEN, before=before)
         return answers
 

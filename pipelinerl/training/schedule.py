@@ -24,7 +24,7 @@ class LearningRateSchedule:
     final_fraction: float
 
     def factor(self, step: int) -> float:
-        """Return the multiplier of the peak rate for the optimizer step number `step` (from 0)."""
+        """Return the factor on the peak rate at optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.shape == "constant":

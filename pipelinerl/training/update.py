@@ -185,7 +185,7 @@ class Critic:
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with equal weights for all tokens of stream RL; other tokens are masked."""
+        """Return the micro-batches with equal weights for all tokens of loss stream `RL`; other tokens are masked."""
         rewarded = [only(batch, Loss.RL) for batch in micro_batches]
         total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
         return [

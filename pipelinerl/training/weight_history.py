@@ -3,7 +3,7 @@
     publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
 Only published weights are kept, since only these sample. A version identifies one set of weights, even across restarts,
-because rollouts of abandoned epochs have already been rejected.
+because rollouts of weights that a trainer restart abandoned are rejected before.
 
 If k changes, the history follows at the next publication. Weights that were dropped, or are missing from the
 checkpoint, are not replaced by others: rollouts that they sampled end as stale, with a warning in the log.

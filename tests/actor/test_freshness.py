@@ -74,7 +74,7 @@ async def test_dropped_group_reports_the_version_of_its_first_attempt_even_if_a_
     assert held.began is None and held.given_up == 5
 
 
-async def test_group_waiting_for_an_engine_does_not_age() -> None:
+async def test_age_of_a_group_does_not_count_the_wait_for_an_engine() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True) is None
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
 

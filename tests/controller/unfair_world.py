@@ -139,7 +139,7 @@ class UnfairWorld:
         self.begin_trainer()
         self.offer(URLS[0])
 
-    # --- what may happen ---------------------------------------------------------------------------------------------
+    # --- random events -----------------------------------------------------------------------------------------------
 
     def suffer(self) -> None:
         """Make one random event that is possible in a real run."""

@@ -100,7 +100,7 @@ def test_simulated_actor_requests_its_groups_one_after_another() -> None:
     """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
-    # a decode step begins with the first request; the others arrive during this step, and decode in the second round
+    # a decode step begins with the first request; all other requests arrive during this step, and decode after it
     assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
 
 
@@ -124,7 +124,7 @@ def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_trai
         assert run.staleness == {2: 1.0}
 
 
-def test_simulated_rollouts_wait_less_for_a_slow_trainer_without_slowing_it() -> None:
+def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_without_slowing_the_trainer() -> None:
     """With k = 8, four steps may be in flight. A slow trainer needs two of them, and lags behind by two versions."""
     slow, fast = (replace(WHOLE, trainer=TrainerTimes(token_s=token_s)) for token_s in (6e-4, 2e-5))
     run = simulate(setting(1, 8, steps=80), slow)

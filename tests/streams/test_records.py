@@ -317,7 +317,7 @@ def test_group_record_needs_few_bytes_per_sampled_token(tokens: int, most: float
     assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
 
 
-# --- what must be refused --------------------------------------------------------------------------------------------
+# --- invalid records -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", GOLDEN)

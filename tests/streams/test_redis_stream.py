@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """Yield a Redis server that the test may kill; it acknowledges a write only after it has written it to disk."""
+    """Yield a Redis server that the test may kill; it acknowledges each write only after syncing it to disk."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
@@ -166,7 +166,7 @@ async def test_append_to_a_hanging_redis_server_fails_at_its_deadline_and_later_
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await streams.append("s", [b"2", b"3"], first_id=2)
-        # The hanging server answers the abandoned append late; that answer must not be taken for a later command's.
+        # The hanging server answers the abandoned append late; a later command must not take this answer for its own.
         assert await streams.length("s") == 3
         assert await streams.last_id("s") == "3-0"
 

@@ -17,7 +17,7 @@ def payloads(entries: list[Entry]) -> list[bytes]:
     return [entry.payload for entry in entries]
 
 
-#: Seconds after which a claimed entry counts as idle; long enough that, on a busy machine, a fresh one does not.
+#: Seconds after which a claimed entry counts as idle; long enough that no fresh entry does on a busy machine.
 IDLE_S = 2.0
 
 

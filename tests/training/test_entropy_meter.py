@@ -45,7 +45,7 @@ def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(spec: TrainerSp
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
-    expected = entropy[[2, 3]].mean()  # of a bigram model; each rollout samples 3 and 4 after the prompt 1, 2
+    expected = entropy[[2, 3]].mean()  # in a bigram model, tokens 3 and 4 are sampled after tokens 2 and 3
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 

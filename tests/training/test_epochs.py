@@ -1,4 +1,4 @@
-"""Batches with several optimizer steps equal a plain PPO loop on every backend, and can end early."""
+"""Batches with several optimizer steps give the results of a plain PPO loop on every backend, and can end early."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_epochs_of_mini_batches_give_the_same_results_as_a_plain_ppo_loop(subjec
     assert kls[0] < 1e-12 < 1e-6 < kls[5]
 
 
-# --- how a batch ends ----------------------------------------------------------------------------------------------
+# --- end of a batch ------------------------------------------------------------------------------------------------
 
 
 def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:

@@ -170,7 +170,7 @@ def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_p
         TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
 
 
-def test_nonfinite_gradient_of_the_critic_updates_neither_model(spec: TrainerSpec) -> None:
+def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(spec: TrainerSpec) -> None:
     policy, values = worker(spec), worker(spec, head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)

@@ -140,7 +140,7 @@ def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer
 
 
 @pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trainer samples with rounded weights
-def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
+def test_old_logprobs_in_lockstep_are_bit_identical_to_those_of_the_gradient_pass(trainer: Trainer) -> None:
     """The recomputation and the gradient pass must use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]

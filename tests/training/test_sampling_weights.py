@@ -146,7 +146,7 @@ def test_old_logprobs_of_every_token_equal_the_engines_if_it_recomputes_its_kv_c
 
 
 def test_kv_cache_written_by_older_weights_changes_only_logprobs_sampled_after_an_update(step: TrainStep) -> None:
-    # Only one sample per prompt, since further samples would read the prompt's cache, which older weights wrote.
+    # Only one sample per prompt: a second one would read the cache of the prompt, which older weights wrote.
     found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(found.batch.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None

@@ -210,7 +210,7 @@ def test_filtered_groups_are_counted_by_reason_and_one_is_kept_as_an_example(tmp
     assert figures.by_domain["sums"]["all_wrong"] == 1.0
 
 
-def test_step_metrics_are_computed_without_a_sample_log() -> None:
+def test_step_metrics_are_computed_even_if_no_sample_log_is_written() -> None:
     watch = StepWatch()
     watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
@@ -287,7 +287,7 @@ def test_domain_with_only_stale_groups_reports_only_the_counts_of_groups() -> No
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_metrics_of_rare_tags_beyond_a_limit_are_merged() -> None:
+def test_rare_tags_beyond_a_limit_share_one_set_of_metrics() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])

@@ -139,10 +139,10 @@ def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: 
 
 
 @pytest.mark.parametrize("name", catalogue.PRESETS)
-def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_it(
+def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_equal_rewards(
     name: str, spec: TrainerSpec
 ) -> None:
-    """Objectives with terms that do not depend on equal rewards, such as a critic's advantages, keep their gradient."""
+    """Objectives whose terms need no differing rewards, such as a critic's advantages, keep their gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
         ledger=ConsumedLedger(),

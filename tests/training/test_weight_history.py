@@ -1,4 +1,4 @@
-"""The weight history keeps the published weights that may have sampled (bound k), also across a checkpoint."""
+"""The weight history keeps published weights whose samples may still train (bound k), also across a restart."""
 
 from __future__ import annotations
 

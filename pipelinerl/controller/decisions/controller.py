@@ -166,7 +166,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process a report; ignore it if a trainer of a lower epoch sent it, and answer a repeated report again."""
+        """Process a report; ignore reports of earlier trainers (lower epochs), and answer a repeated report again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -516,7 +516,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Resend an answer, with the current knobs; the only publication still ordered is the one in this answer."""
+        """Resend an answer with the current knobs; it replaces all orders to publish that are not completed."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]

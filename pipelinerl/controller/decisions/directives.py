@@ -113,7 +113,7 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (order index, last step that may train on this order and later ones); empty without a limit."""
+    """Return pairs (first order index, last step for orders from there to the next pair); empty without a limit."""
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []
     return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

@@ -152,7 +152,7 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _unavailable_types(state: RunState) -> set[str]:
-    """Return the unavailable engine types: those of which a requested engine never joined, or permanently refused."""
+    """Return the engine types of which a requested engine never joined, or an engine refuses permanently."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}

@@ -1,6 +1,6 @@
 """Decisions about engines: which changes of the fleet, and which events, follow from an input or a report.
 
-    EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and weights are due to it
+    EngineRegistered, EngineAnswered, EngineRestarted   the engine joins or rejoins, and needs weights
     HealthCheckMissed                                   the engine gets no more work
     EngineTimedOut                                      the engine is dead
     Published                                           the engine has the weights, or is dirty, or is expelled
@@ -177,7 +177,7 @@ def _loss_of(url: str, reason: str) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that the engine at `url` replaces; do so only once, although `url` passes the canary often."""
+    """Drain the engine that the engine at `url` replaces; repeated calls do nothing."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:

@@ -40,7 +40,7 @@ class Evaluator:
         self._want(state, [each.name for each in self.plan.sets])
 
     def want_by_interval(self, state: RunState) -> None:
-        """Mark the held-out sets as due whose evaluation interval ends at this step."""
+        """Mark as due the held-out sets whose evaluation interval ends at this step."""
         common = state.knobs.evaluation_interval_steps
         self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
@@ -115,7 +115,7 @@ class Evaluator:
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
         pin, engine, version = self.plan.pin, "", state.version
         if pin in (Pin.AUTO, Pin.ENGINE):
-            # Engines that have not passed the canary check yet are counted, too.
+            # The number of engines includes those that have not passed the canary check yet.
             several = len({*loaded, *state.fleet.to_verify()}) > 1
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:

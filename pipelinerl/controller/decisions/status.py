@@ -104,7 +104,7 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
     if not results:
         return status.HeldOutStatus()
-    last = msgspec.to_builtins(results[-1])  # its figures have the same names in the status
+    last = msgspec.to_builtins(results[-1])  # most fields have the same names in the status
     added = {
         "version": results[-1].model_version,
         "by_domain": [{"name": name, **figures} for name, figures in last["by_domain"].items()],

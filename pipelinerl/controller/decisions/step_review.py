@@ -269,7 +269,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 #: A domain counts as without signal only after this many groups without signal, however small its weight.
 _LEAST_GROUPS: Final = 16
-#: A run that ends for lack of signal counts as solved if this share of its groups without signal was all correct.
+#: A run that ends for lack of signal counts as solved if at least this share of its groups without signal have only
+#: correct answers.
 _SOLVED: Final = 0.9
 _NO_SIGNAL: Final = f"{AlarmKind.NO_SIGNAL}:"
 
@@ -309,7 +310,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return the number of groups without signal divided by the domain's groups per step; the least of all domains."""
+    """Return the groups without signal, in steps (divided by a domain's groups per step); the least of all domains."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0

@@ -137,7 +137,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(routes.EngineTaken("waiting", wait_s))
-        try:  # first check that the engine answers: otherwise all others would wait for it in the process group
+        try:  # check first that the engine answers: in the process group, all engines would wait for a silent one
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
         except TimeoutError:

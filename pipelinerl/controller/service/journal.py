@@ -67,7 +67,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """A recovered journal: the state at its newest snapshot, and the decisions since; the last must be repeated."""
+    """The state in a journal's newest snapshot, and the decisions since; the last must be carried out again."""
 
     journal: Journal
     state: RunState
@@ -121,7 +121,8 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The number is taken, maybe by this entry: the server may have stored the entry, and its answer was lost.
+            # The number is taken, maybe by this very entry: the server may have stored the entry although its answer
+            # was lost.
             stored = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in stored] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")

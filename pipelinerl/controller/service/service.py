@@ -81,7 +81,7 @@ _DIRECTIVES_KEPT: Final = 64
 #: Seconds without work after which a drained engine is removed: more than the interval (`REFRESH_S`) at which actors
 #: learn that the engine must get no work.
 _IDLE_S: Final = 2.0
-#: Seconds without a request from the launcher after which it is considered gone; it polls the status twice a second.
+#: The launcher counts as gone after this many seconds without a request; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
 #: A `count` that is large enough to read all entries of any stream.
 _ALL: Final = 2**31
@@ -151,7 +151,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # as if it had just polled, so it has time for its first poll
+        self._launcher_at = clock()  # as if the launcher had just polled, so that it has time to start polling
         self._ahead = 0.0  # this controller's clock minus the machine's monotonic clock
         self._being_polled: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
@@ -259,8 +259,8 @@ class ControllerService:
         self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
-        # Begin with an epoch above every earlier one. A resume may go back to an older checkpoint, so rollouts of an
-        # epoch after that checkpoint may still be in the stream.
+        # Begin with an epoch (number of a trainer's start) above every earlier one. A resume may go back to an older
+        # checkpoint, so rollouts of an epoch after that checkpoint may still be in the stream.
         begun, _ = parse_id(await self._stream.last_id(EPOCHS))
         state.epoch = max(state.epoch, begun)
         # Drop prompt orders of an earlier controller; this controller issues them again if they are needed.
@@ -453,7 +453,7 @@ class ControllerService:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                # Announce the epoch; repeated appends with the same id have no effect.
+                # Record the epoch in its stream; repeated appends with the same id have no effect.
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1

@@ -263,7 +263,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
-    """Return a function that builds log samples from a report's answers. It reads no state; any thread may call it."""
+    """Return a function that builds entries of the sample log from a report's answers; any thread may call it."""
     version = report.newest_version if current is None else current.model_version
     is_current = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if is_current and current is not None else ""

@@ -108,8 +108,8 @@ class EngineRecord:
             counts as a failed update.
         unproven_lives: consecutive earlier incarnations that ended without passing a canary check.
         expulsions: how often the engine was expelled for failures since it last passed the canary check.
-        returns_at: when an expelled engine may join again; the wait begins at its first answer after the failure. 0
-            before that answer.
+        returns_at: when a failed or expelled engine may join again; the wait begins when the engine first answers a
+            poll, or offers itself, after the failure. 0 before that time.
         to_stop: True if an operator removed the engine, so the launcher may end its process.
         refuses: True if the engine was expelled for a permanent cause: a retry is useless, a new process may help.
         pinned: True if the engine is excluded from publications and from regular work.
@@ -199,7 +199,7 @@ class Fleet:
         joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
         return sorted(each.url for each in joining if each.loaded < 0)
 
-    # --- coming ----------------------------------------------------------------------------------------------------
+    # --- joining ---------------------------------------------------------------------------------------------------
 
     def is_known(self, url: str, incarnation: str, *, name: str, type: str, now: float) -> bool:
         """Return True if this incarnation is known with this name and type, so that `join` would change nothing."""
@@ -209,7 +209,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds until a process may join at `url`, where others died before passing the canary check."""
+        """Return the seconds until a process may join at `url` if earlier ones died before passing the canary check."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -398,7 +398,7 @@ class Fleet:
             return False
         return self._lose(url, "it restarted", EngineLifecycle.JOINING)
 
-    # --- going -----------------------------------------------------------------------------------------------------
+    # --- leaving ---------------------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, now: float, by: float) -> bool:
         """Give the engine no more work; its current work may run until the time `by`."""
@@ -457,7 +457,7 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """Change the state of a member that died or lost its weights to `becomes`, or expel it if it was draining."""
+        """Set an engine that died or lost its weights to the state `becomes`, or expel it if it was draining."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

@@ -115,7 +115,7 @@ class StopAsked(Input, frozen=True):
 
 
 class SuspendAsked(Input, frozen=True):
-    """A user suspends the run: it ends now, with its state saved, to be resumed later."""
+    """A user suspends the run: it saves its state and ends, to be resumed later."""
 
     reason: str
 

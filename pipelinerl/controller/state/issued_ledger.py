@@ -19,7 +19,7 @@ from pipelinerl.types import IssuedAt, PromptOrder
 
 
 class SentOrder(NamedTuple):
-    """An order in flight: its number of rollouts, and the epoch and version at which it was last issued."""
+    """An order in flight: its number of rollouts, and the trainer's epoch and version when it was last issued."""
 
     rollouts: int
     issued_at: IssuedAt
@@ -157,7 +157,7 @@ class IssuedLedger:
 
     def _open(self, indices: Iterable[int]) -> list[int]:
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
-        # The result is the same as with `has_ended` for each index, but faster.
+        # Equivalent to calling `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]
 
     def _end(self, index: int, outcome: set[int], issued_at: tuple[int, int] | None) -> None:
@@ -237,7 +237,7 @@ class FilteredShare(msgspec.Struct, kw_only=True):
     def expected(self, orders: int, *, waiting: int, most: float) -> int:
         """Return how many of `orders` orders are expected to be trained, and not filtered.
 
-        The groups of `waiting` of these orders have passed the filter already. The estimate assumes that at most `most`
+        Of these orders, `waiting` already have groups that passed the filter. The estimate assumes that at most `most`
         orders are issued for each order that is trained.
         """
         passed = min(waiting, orders)

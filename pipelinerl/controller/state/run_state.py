@@ -167,7 +167,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
 
 
 class TrainerRecord(msgspec.Struct, kw_only=True):
-    """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
+    """The controller's record of the current trainer process (epoch): its reports, and the directives sent to it."""
 
     last_report: tuple[str, float] | None = None
     """Kind and arrival time of the trainer's last report."""
@@ -199,9 +199,9 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Set the version of all publications that are not reported yet to `version`, that of the newest step."""
-        # Weights do not change during a publication, so a publication unreported at a step has at least this step's
-        # weights.
+        """Set the version of all publications that are not reported yet to `version`, which the newest step made."""
+        # Weights do not change during a publication, so a publication that is still unreported after a step has the
+        # weights of this step or of a later one.
         for each in self.publications:
             each.version = each.version if each.reported else version
 
@@ -341,7 +341,7 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders are sampled with version `loaded` or newer from now on; drop entries of ended orders."""
+        """Record that orders issued from now on are sampled with version `loaded` or newer; drop outdated entries."""
         # The first entry applies from order 0 on: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0

@@ -114,7 +114,7 @@ class CheckpointCopies:
         (into / MANIFEST).write_text(copy.manifest.text)
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier attempt, or a new name that sorts after those of this version and epoch."""
+        """Return the folder of an earlier upload attempt, or a new name that sorts last for this version and epoch."""
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:
@@ -130,7 +130,7 @@ class CheckpointCopies:
                 )
 
     def _prune(self, newest: TrainingState) -> None:
-        """Remove all copies except the latest complete one of each retained version up to that of `newest`."""
+        """Keep the latest complete copy of each retained version, up to the version of `newest`; remove the others."""
         self._raise_if_fenced(newest)  # a later trainer may have started during the upload
         whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
         latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}

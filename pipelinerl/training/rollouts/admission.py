@@ -2,11 +2,11 @@
 
 The staleness bound k is the most versions by which a group's oldest token may precede the version that a step makes.
 
-An order is the controller's request for one group, and a group's index is that of its order. Each group that is read
+An order is the controller's request for one group, and a group has the index of its order. Each group that is read
 ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a skipped step); an order may
-also fail without a group. Duplicates, and groups that abandoned weights sampled, are not counted; orders of the latter
-are issued again. The ledger stores a frontier, below which all orders have ended, and the ended orders beyond it. This
-module does no I/O.
+also fail without a group. Duplicates are not counted, nor are groups sampled by abandoned weights (see `Lineage`),
+whose orders are issued again. The ledger stores a frontier, below which all orders have ended, and the ended orders
+beyond it. This module does no I/O.
 
 Groups with only correct answers are reported to the controller, which then skips their problems for a while
 (`controller/state/cooldown.py`). Checkpoints include reports that the controller has not acknowledged.
@@ -47,7 +47,7 @@ class GroupOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The sequence of weights that this trainer continues: its epoch and first version, and those of `earlier` ones.
+    """The weights that this trainer continues: its own epoch and first version, and those of `earlier` trainers.
 
     An epoch is one incarnation of the trainer. Weights of an earlier epoch are ancestors of the current ones up to the
     lowest version at which a later epoch began; newer weights of that earlier epoch are abandoned. Epochs without a
@@ -71,7 +71,7 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group's order was issued in this lineage, for a step that was not lost."""
+        """Return whether the group's order was issued in this lineage, for a step that no restart undid."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 

@@ -371,7 +371,7 @@ def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping],
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Return the numbers of the rollouts in the mask `teaches` or, if it is empty, of the first in the mask `some`."""
+    """Return the numbers of the rollouts in the mask `teaches` or, if there are none, of the first one in `some`."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 

@@ -92,10 +92,10 @@ class Batcher:
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
-        """Keep a group that was read, or settle it as filtered, or drop it as a duplicate or as abandoned.
+        """Keep a group that was read, or settle it as filtered, or drop it as a duplicate or as abandoned (`Lineage`).
 
-        With staleness bound k = 1 (lockstep), groups that were issued for a lost step are abandoned too, since they
-        could take the places of groups of earlier steps.
+        With staleness bound k = 1 (lockstep), groups that were issued for a step that a trainer restart undid are
+        abandoned too, since they could take the places of groups of earlier steps.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return

@@ -122,7 +122,7 @@ class RolloutReader:
         return {_IDENTITY: self._identity, **safe}
 
     async def trim(self, offsets: dict[str, str], epoch: int) -> None:
-        """Delete entries that no kept checkpoint would read again. Raises FencedError if a later epoch has begun."""
+        """Delete entries that no kept checkpoint would read again. Raises FencedError if a later trainer has begun."""
         if offsets.get(_IDENTITY) == self._identity:
             for partition in offsets.keys() - {_IDENTITY}:
                 await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
@@ -213,7 +213,7 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Raise FencedError if a later epoch has begun; call this before writes that the stream server cannot fence."""
+        """Raise FencedError if a later trainer has begun; call before writes that the stream server cannot fence."""
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 

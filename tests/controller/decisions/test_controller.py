@@ -213,7 +213,7 @@ def test_run_that_waits_for_overdue_groups_drops_no_group_and_finishes(seed: int
 
 
 def test_random_schedules_include_waits_for_overdue_groups() -> None:
-    """Without such waits, the previous test would prove nothing."""
+    """Without such waits, the test of runs that wait for overdue groups would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
         for seed in range(20):

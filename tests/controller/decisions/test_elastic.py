@@ -176,7 +176,7 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_number_of_engines_changes_only_after_consecutive_equal_verdicts_and_a_settling_time(
+def test_number_of_engines_changes_only_after_several_equal_suggestions_and_a_settling_time(
     found: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()

@@ -167,7 +167,7 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
 
 
 def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run: World) -> None:
-    """A new engine may get the port of the old one, and the replacement passes further canary checks later."""
+    """A new engine may get the port of the old one, and the replacement passes another canary check later."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))

@@ -37,7 +37,7 @@ def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> 
 
 
 def recorded(run: World) -> list[Record]:
-    """Return a list that collects all further events of a run."""
+    """Return a list to which all later events of the run are appended."""
     told: list[Record] = []
     apply = run.apply
 

@@ -126,7 +126,7 @@ def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_wei
     assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
-def test_restarted_engine_is_accepted_after_its_predecessor_refused_weights() -> None:
+def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))

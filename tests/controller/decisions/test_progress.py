@@ -1,4 +1,4 @@
-"""Tests that a run makes further steps from every reachable state within a bounded number of events."""
+"""Tests that a run makes its next steps from every reachable state within a bounded number of events."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ async def test_launcher_counts_as_present_while_it_polls_the_status(run: Running
     assert (await http.get("/engines")).json()["has_launcher"]
 
 
-async def test_engine_must_wait_to_rejoin_if_its_predecessors_died_before_passing_a_canary(
+async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_before_passing_a_canary(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]

@@ -305,7 +305,9 @@ async def test_journal_restores_the_whole_state_of_the_controller() -> None:
 
 
 @pytest.mark.parametrize("start", Start)
-async def test_first_of_two_controllers_is_fenced_before_it_has_any_effect(tmp_path: Path, start: Start) -> None:
+async def test_controller_that_another_one_replaced_is_fenced_before_its_decisions_have_any_effect(
+    tmp_path: Path, start: Start
+) -> None:
     stream = MemoryStream()
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Tests of the cooldown, for which solved problems are skipped; it continues in a resumed run.
+"""Tests of the cooldown, during which solved problems are skipped; it continues in a resumed run.
 
 The quotas of the domains stay exact.
 """

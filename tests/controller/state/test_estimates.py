@@ -1,4 +1,4 @@
-"""Tests of pass@k against enumerated subsets, and of intervals against published values and their coverage."""
+"""Tests of pass@k against enumerated subsets, and of confidence intervals against published values and by coverage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_is_stable_for_huge_binomials() -> None:
+def test_pass_at_k_is_accurate_for_huge_binomial_coefficients() -> None:
     n, c, k = 20_000, 3, 10_000
     # 1 − the probability that none of the three correct samples is drawn
     exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)
@@ -53,7 +53,7 @@ def test_pass_at_k_rejects_impossible_sample_counts(n: int, c: int, k: int) -> N
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """The mean of pass@k over draws of n samples is 1 − (1 − p)^k; that of the plug-in 1 − (1 − c/n)^k is far off."""
+    """Over draws of n samples, the mean of pass@k is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is biased."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k

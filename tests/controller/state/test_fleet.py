@@ -36,7 +36,7 @@ def fail(fleet: Fleet, url: str, reason: str = "no room") -> bool:
     return fleet.publish_failed(url, reason, membership=fleet.membership)
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the transition table --------------------------------------------------------------------------------------------
 
 REACH: dict[EngineLifecycle, Callable[[Fleet], object]] = {
     EngineLifecycle.JOINING: lambda fleet: None,
@@ -95,7 +95,7 @@ def test_engine_states_change_as_in_every_cell_of_the_transition_table(
     assert fleet.membership > membership or fleet.members() == members, "a group that changed is another group"
 
 
-# --- the promise -----------------------------------------------------------------------------------------------------
+# --- no work before the canary check ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -183,7 +183,7 @@ def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
         assert all(fleet.by_url[serving].loaded == given[serving][0] for serving in fleet.serving())
 
 
-# --- particulars -----------------------------------------------------------------------------------------------------
+# --- single transitions ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_engine_expelled_for_good_is_not_readmitted_until_it_restarts(fleet: Fle
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_restarted_engine_waits_longer_after_each_life_that_ended_before_a_canary_check(fleet: Fleet) -> None:
+def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passing_a_canary(fleet: Fleet) -> None:
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)

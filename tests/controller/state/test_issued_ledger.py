@@ -132,7 +132,7 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
     assert share.expected(30, waiting=90, most=3.0) == 30
 
 
-def test_work_in_flight_grows_by_what_was_late_and_shrinks_by_what_several_steps_left_over() -> None:
+def test_work_in_flight_grows_if_the_trainer_waits_and_shrinks_if_several_steps_leave_groups_over() -> None:
     ahead = StepsAhead()
     ahead.note_step(left_over=0.0, waited=9.0, most=4.0)
     assert ahead.steps == 2, "the first step waited for the start"

@@ -286,7 +286,7 @@ def test_step_waits_for_no_overdue_group_if_the_directive_has_no_deadlines() -> 
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_step_is_delayed_only_if_starting_it_now_would_let_a_waiting_group_become_too_old(seed: int) -> None:
+def test_step_waits_only_if_starting_now_would_make_some_group_too_old_to_train(seed: int) -> None:
     noise = random.Random(seed)
     issued, step, per = noise.randrange(1, 10), 5, noise.choice([1, 2])
     marks = [(0, noise.randrange(4, 8))]

@@ -61,7 +61,7 @@ def test_there_are_no_more_mini_batches_than_groups_with_tokens_to_train() -> No
         assert sum(each in (0, 2, 5, 6) for each in part) == 1, "each has something to compute"
 
 
-# --- of a batch -------------------------------------------------------------------------------------------------------
+# --- mini-batches of a batch ------------------------------------------------------------------------------------------
 
 
 def ragged_batch(count: int = 11) -> list[RolloutGroup]:

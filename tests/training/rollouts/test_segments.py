@@ -274,7 +274,7 @@ def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
     assert set(np.flatnonzero(rows).tolist()) == {1, 9, 11}
 
 
-# --- what follows rollouts through a step ----------------------------------------------------------------------------
+# --- weights, versions and credit ------------------------------------------------------------------------------------
 
 
 def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout() -> None:

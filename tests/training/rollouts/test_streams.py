@@ -113,7 +113,7 @@ def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(se
                 assert made[token] == pytest.approx(expected, rel=1e-4)
 
 
-def test_token_weights_of_each_loss_add_up_to_the_losss_weight_in_every_mini_batch() -> None:
+def test_token_weights_of_a_loss_sum_to_the_weight_of_this_loss_in_every_mini_batch() -> None:
     groups = mixed(generator(3, "streams"), count=12)
     batch = build(
         groups,

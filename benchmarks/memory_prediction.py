@@ -2,9 +2,9 @@
 
 Several decoders (and SmolLM2-135M if models/smollm2 has it) are trained, all parameters or by LoRA, in fp32 and bf16,
 with and without gradient checkpointing. The peak is measured by torch's profiler on a CPU, and by
-`torch.cuda.max_memory_allocated` on CUDA. It is that of a step after the optimizer's moments exist, with two
-micro-batches, so that the second runs while the first one's gradient is in memory. A copy of the largest parameter is
-held meanwhile, as it is while weights are gathered.
+`torch.cuda.max_memory_allocated` on CUDA. The measured step comes after the optimizer's moments exist, and
+has two micro-batches, so that the second runs while the first one's gradient is in memory. A copy of the largest
+parameter is held meanwhile, as a trainer holds one while it gathers weights.
 """
 
 from __future__ import annotations

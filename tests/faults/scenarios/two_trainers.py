@@ -1,12 +1,12 @@
-"""A second trainer takes over while the first is suspended in the middle of a write: the first writes nothing after.
+"""A second trainer takes over while the first is suspended in the middle of a write: the first then writes nothing.
 
 The first trainer is suspended (SIGSTOP, like a swapping machine or a cut network) at a random point: around a report, a
 read, a phase of a weight update, or the commit of a checkpoint. A second trainer starts with a higher epoch and trains;
 then the first is resumed. It must report that it is fenced, and end. Nothing that it tries until then may take effect:
 
-    reports       no event of the controller mentions its steps, publications or checkpoints
+    reports       no event of the controller mentions the first trainer's steps, publications or checkpoints
     weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
-    checkpoints   none of its epoch is put in place, and the new trainer's are complete
+    checkpoints   no checkpoint of its epoch is put in place, and the new trainer's checkpoints are complete
     trims         it trims no stream: its requests are rejected
 
 Each seed is one run with three take-overs; each fences the trainer of the previous one.

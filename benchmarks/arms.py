@@ -71,7 +71,10 @@ class Job:
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
-    """Run the job and, if `judged`, evaluate the last checkpoint. Raises RuntimeError if there is none."""
+    """Run the job and, if `judged`, evaluate the last checkpoint.
+
+    Raises RuntimeError if the run left no checkpoint, no step or no evaluation.
+    """
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
         failure = None

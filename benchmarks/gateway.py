@@ -4,8 +4,8 @@
               is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
     ratio     agents of `EPISODES` concurrent episodes send turns of `NEW_TOKENS` new tokens through a gateway, which
-              forwards them to a torch engine as an actor does; in the other arm they send the requests that the gateway
-              would send directly to the engine. Engine, gateway and agents have a process each
+              forwards them to a torch engine as an actor does; in the other arm they send the engine the requests that
+              the gateway would send. Engine, gateway and agents have a process each
 
 In `turn` and `memory`, a fake sampler answers immediately instead of an engine. `--only PART` keeps the recorded
 results of all other parts.

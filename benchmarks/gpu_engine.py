@@ -110,7 +110,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate with the memory limit; short answers' time is subtracted from long ones'."""
+    """Compare a full batch's decode rate with the memory limit; its time is that of long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:

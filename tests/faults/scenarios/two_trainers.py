@@ -5,9 +5,9 @@ read, a phase of a weight update, or the commit of a checkpoint. A second traine
 then the first is resumed. It must report that it is fenced, and end. Nothing that it tries until then may take effect:
 
     reports       no event of the controller mentions the first trainer's steps, publications or checkpoints
-    weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
-    checkpoints   no checkpoint of its epoch is put in place, and the new trainer's checkpoints are complete
-    trims         it trims no stream: its requests are rejected
+    weights       no rollout is sampled by weights that the first trainer published after the take-over
+    checkpoints   no checkpoint of the first trainer is put in place, and the new trainer's checkpoints are complete
+    trims         the first trainer trims no stream: its requests are rejected
 
 Each seed is one run with three take-overs; each fences the trainer of the previous one.
 

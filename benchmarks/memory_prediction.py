@@ -36,7 +36,7 @@ from trainer_contract.types import MicroBatch, Precision
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing; all combinations but one.
+#: Variants: all combinations but one of precision, rank of LoRA (0 means no LoRA), and gradient checkpointing.
 _VARIANTS: Final = tuple(
     each for each in product(Precision, (0, 16), (False, True)) if each != (Precision.FP32, 16, True)
 )

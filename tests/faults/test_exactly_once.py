@@ -39,7 +39,7 @@ class Death(Exception):
     """Raised at a point where a simulated process dies."""
 
 
-#: This many empty polls in a row take longer than the time until an unacknowledged entry can be claimed again.
+#: Number of empty polls in a row that take longer than it takes until an unacknowledged entry can be claimed again.
 QUIET_POLLS = 15
 
 

@@ -67,7 +67,7 @@ class PullPublisher:
     async def publish(self, publication: Publication) -> PublishReport:
         """Send the weights to every engine that can take them.
 
-        Raises UpdateError, with reasons, if no engine serves them; FencedError if a trainer of a later epoch took over.
+        Raises UpdateError, with reasons, if no engine serves them; FencedError if a later trainer process took over.
         """
         async with self._turn:
             progress = PublicationProgress(publication)

@@ -103,7 +103,7 @@ class Uploader:
         """Upload the version to every reachable server; wait until one server of each shard is reachable and has room.
 
         `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
-        other servers. `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has
+        other servers. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
         announced itself, UpdateError, which names each server, if none accepts some shard.
         """
         while True:

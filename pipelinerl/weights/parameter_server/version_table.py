@@ -4,7 +4,7 @@
 
 Only sealed versions are served, and a sealed version never changes. An incomplete version is dropped when the next one
 is announced. Memory is allocated once and then reused, since writing to new pages costs several times as much. Requests
-of a trainer of an earlier epoch are rejected. All methods must run on one event loop.
+of an earlier trainer process (a lower epoch) are rejected. All methods must run on one event loop.
 """
 
 from __future__ import annotations

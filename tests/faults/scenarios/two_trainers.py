@@ -59,7 +59,7 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Run the scenario with one seed; with a mutant, only the fence could stop the first trainer's writes."""
+    """Run the scenario with one seed; a mutant is suspended only where nothing but the fence could stop its writes."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0

@@ -71,13 +71,16 @@ class Job:
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
-    """Run the job and, if `judged`, evaluate the last checkpoint. Raises RuntimeError if the run made none."""
+    """Run the job and, if `judged`, evaluate the last checkpoint.
+
+    Raises RuntimeError if the run left no checkpoint, no step or no evaluation.
+    """
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
         failure = None
         try:
             python(["-m", "pipelinerl.cli", "run", job.recipe, *changes])
-        except RuntimeError as error:  # the steps until then count
+        except RuntimeError as error:  # the steps before the failure count
             failure = error
         config = load(job.recipe, changes)
         log = config.run_directory / "events.jsonl"
@@ -104,8 +107,8 @@ def measured(
     repeats: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
-    """Return the figures of every job; first run those jobs that are not in the record yet. Runs of other arms,
-    seeds and cells stay recorded.
+    """Return the figures of every job; first run each job that is not in the record yet. Recorded runs that are
+    not in `jobs` stay recorded.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.

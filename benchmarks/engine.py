@@ -4,7 +4,7 @@
     generate   batches of `concurrency` requests in order, each as long as its longest answer
 
 Both arms have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
-log-probs. In one load all answers have equal length; in the other lengths are heavy-tailed (Pareto), and a static batch
+log-probs. In one load all answers have equal length. In the other, lengths are heavy-tailed (Pareto), so a static batch
 waits for its longest answer. Targets for ours / generate: at least 1 with equal lengths; at least 2 with heavy tails,
 goal 4.
 """

@@ -4,8 +4,8 @@
               is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
     ratio     agents of `EPISODES` concurrent episodes send turns of `NEW_TOKENS` new tokens through a gateway, which
-              forwards them to a torch engine as an actor does; in the other arm they send the engine the very requests
-              that the gateway sends it. Engine, gateway and agents have a process each
+              forwards them to a torch engine as an actor does; in the other arm they send the engine the requests that
+              the gateway would send. Engine, gateway and agents have a process each
 
 In `turn` and `memory`, a fake sampler answers immediately instead of an engine. `--only PART` keeps the recorded
 results of all other parts.
@@ -129,7 +129,7 @@ class _Sampler:
 
 
 def order(number: int, max_tokens: int = NEW_TOKENS + 1, *, num_samples: int = 1) -> PromptOrder:
-    """Return order number `number` for a prompt: it requests `num_samples` episodes of at most `max_tokens` tokens."""
+    """Return prompt order number `number`: a request for `num_samples` episodes of at most `max_tokens` tokens."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "1"),), ground_truth="")
     sampling = Sampling(num_samples=num_samples, max_tokens=max_tokens)
     return PromptOrder(
@@ -212,9 +212,9 @@ async def _compared(agents: Child, url: str, rounds: int) -> Paired:
 
 
 async def _played(number: int, sample: SampleTurn) -> tuple[list[bytes], list[bytes]]:
-    """Play an episode; return its agent's requests, and those that the gateway makes of them.
+    """Play an episode; return the agent's requests, and the requests to the engine that the gateway makes of them.
 
-    If another episode of this number repeats them, the engine samples the same tokens: seeds follow from the order.
+    Seeds depend only on the order, so if the episode `number` is played again, the engine samples the same tokens.
     """
     episode, messages = Episode(order(number), 0, EpisodeLimits()), list[dict[str, str]]()
     own, forwarded = list[bytes](), list[bytes]()
@@ -235,7 +235,7 @@ def _body(messages: Sequence[Mapping[str, str]]) -> bytes:
 
 
 async def _sent(agents: Child, work: Sequence[tuple[str, Sequence[bytes]]], apart_s: float = 0.0) -> None:
-    """Let one agent for each (base URL, requests) send its requests one after another."""
+    """Start an agent for each (base URL, requests), which sends its requests in turn; wait until all have ended."""
     await asyncio.to_thread(agents.call, (work, apart_s), timeout_s=_DEADLINE_S)
 
 

@@ -81,7 +81,7 @@ def apart_from_transformers(
 def timed_sample(
     engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int | Sequence[int]
 ) -> tuple[float, list[SampledAnswer]]:
-    """Sample as `LocalEngine.sample` does; return the seconds that it took, too."""
+    """Sample as `LocalEngine.sample` does; return the seconds it took, and the answers."""
     began = time.perf_counter()
     sampled = engine.sample(token_ids, tokens)
     return time.perf_counter() - began, sampled
@@ -110,7 +110,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a full batch's decode rate with the memory limit; the rate is timed as long minus short answers."""
+    """Compare a full batch's decode rate with the memory limit; its time is that of long minus short answers."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = 2 * scale.copy_bytes / copy_seconds(scale.copy_bytes, device)  # each byte is read and written
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:

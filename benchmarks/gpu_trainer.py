@@ -67,7 +67,8 @@ _STATES: Final[Sequence[Mapping[str, str]]] = (
 )
 _STATE_APART: Final = 2e-2
 _STATE_STEPS: Final = 3
-#: Tolerances of attention: relative difference from fp32, and the log-probs' error with the kernel over the buckets'.
+#: Tolerances of attention: the relative difference from fp32, and the log-probs' error with the kernel, divided by
+#: their error with buckets.
 _APART: Final = 2e-2
 _WORSE: Final = 1.2
 _ANSWERS: Final = 8

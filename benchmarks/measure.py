@@ -96,7 +96,7 @@ def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
 
 
 def seconds_of(work: Callable[[], object], *, repeats: int = 1) -> Callable[[], float]:
-    """Return a function, to be used as an arm, that runs `work` `repeats` times and returns the seconds of all."""
+    """Return a function, to be used as an arm, that runs `work` `repeats` times and returns the total seconds."""
 
     def arm() -> float:
         start = time.perf_counter()
@@ -161,7 +161,7 @@ def read_record(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def recorded_parts(name: str, parts: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
-    """Return the results of `parts` in the record of benchmark `name`, as far as they were ever written."""
+    """Return the results of `parts` from the record of benchmark `name`, without parts that were never recorded."""
     return {part: result for part, result in read_record(name, folder).items() if part in parts}
 
 

@@ -2,9 +2,9 @@
 
 Several decoders (and SmolLM2-135M if models/smollm2 has it) are trained, all parameters or by LoRA, in fp32 and bf16,
 with and without gradient checkpointing. The peak is measured by torch's profiler on a CPU, and by
-`torch.cuda.max_memory_allocated` on CUDA. It is that of a step after the optimizer's moments exist, with two
-micro-batches, so that the second runs while the first one's gradient is in memory. A copy of the largest parameter is
-held meanwhile, as it is while weights are gathered.
+`torch.cuda.max_memory_allocated` on CUDA. The measured step comes after the optimizer's moments exist, and
+has two micro-batches, so that the second runs while the first one's gradient is in memory. A copy of the largest
+parameter is held meanwhile, as a trainer holds one while it gathers weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trainer_contract.types import MicroBatch, Precision
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing; all combinations but one.
+#: Variants: all combinations but one of precision, rank of LoRA (0 means no LoRA), and gradient checkpointing.
 _VARIANTS: Final = tuple(
     each for each in product(Precision, (0, 16), (False, True)) if each != (Precision.FP32, 16, True)
 )

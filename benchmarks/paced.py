@@ -24,7 +24,7 @@ from pipelinerl.simulation.hardware import EngineTimes, TrainerTimes
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
-#: Seconds that the simulated devices take: per decode step and row on the engine, and per token on the trainer.
+#: Seconds that the simulated devices take: the engine per decode step and per row in it, the trainer per token.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
 TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160

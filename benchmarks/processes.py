@@ -148,7 +148,7 @@ class LiveRun:
 
 @contextmanager
 def live_run(directory: Path) -> Iterator[LiveRun]:
-    """Yield a run that is not started yet, whose directory will be `directory`; kill it with the context."""
+    """Yield a run that is not started yet, whose directory will be `directory`; kill the run at the context's end."""
     live = LiveRun(directory)
     try:
         yield live

@@ -90,7 +90,7 @@ class Bare:
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Start bare processes for all of the run's; return the seconds until trainer's and engine's have ended."""
+        """Start a bare process per process of the run; return the seconds until bare trainer and engine have ended."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -136,7 +136,7 @@ def killed_trainers(live: LiveRun, bare: Bare, *, rounds: int) -> Paired:
         launcher.suspend()
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # lets the run's other processes finish their current work first
+        time.sleep(1.0)  # gives the run's other processes time to finish their current work
         samples["bare"].append(bare.trainer(_newest_checkpoint(live)))
         launcher.resume()
         begins = started_at(live.waited_for("trainer", other_than=trainer.pid))

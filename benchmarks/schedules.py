@@ -67,7 +67,7 @@ _HELD_OUT: Final = "evaluation.problems=96"
 RATES: Final = (0.5, 1.0, 2.0)
 _CORES: Final = len(os.sched_getaffinity(0))
 PARALLEL: Final = ("launch.threads=1", f"launch.threads={_CORES}", f"engine.count={_CORES}")
-#: The seed of trials; a trial's number of steps as a share of a full run's, and its fewest generations.
+#: The seed of trials; a trial's number of steps as a share of a full run's; its least number of generations.
 _TRIAL_SEED: Final = 1000
 _TRIAL_STEPS: Final = 0.4
 _TRIAL_GENERATIONS: Final = 3
@@ -229,7 +229,7 @@ class Trials:
     merit: Callable[[Figures], float]
 
     def best(self) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-        """Run every trial that is not recorded yet; return the candidate of most merit for each arm of each cell."""
+        """Run every trial that is not recorded yet; return each arm's candidate of highest `merit` in each cell."""
         jobs = {
             place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
         }

@@ -147,7 +147,7 @@ async def publish(
 
 @final
 class RunnerWith:
-    """A model runner whose decode step is replaced by `decode`, which takes and returns the same."""
+    """A model runner whose `decode` method is replaced by a function with the same signature."""
 
     def __init__(self, runner: Any, decode: Callable[[int], tuple[list[int], list[float]]]) -> None:
         self._runner, self.decode = runner, decode

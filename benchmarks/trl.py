@@ -84,7 +84,7 @@ class Arm:
     load: float
 
     def crossing(self, target: float) -> Crossing:
-        """Return the first evaluation after training began at or above `target`."""
+        """Return the first evaluation at or above `target` after training began, otherwise the last one."""
         for step, seconds, accuracy in self.curve:
             if step > 0 and accuracy >= target:
                 return Crossing(step, seconds, True)

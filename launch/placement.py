@@ -242,7 +242,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share of its devices' memory: the recipe's share, or a part of what the others leave."""
+    """Return each process's share of its devices' memory: the recipe's, or a part of what others leave free."""
     sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
     requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)

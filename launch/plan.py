@@ -85,7 +85,7 @@ class Plan:
     """The processes in start order; `elsewhere` has the health addresses of processes on other hosts, by name.
 
     Raises:
-        ValueError: two processes share a name, or one waits for a process that does not precede it.
+        ValueError: two processes share a name, or a process waits for one that is missing or comes later.
     """
 
     specs: tuple[ProcessSpec, ...]

@@ -103,7 +103,7 @@ def this_machine(config: RunConfig) -> Host:
 
 
 def describe_placement(config: RunConfig) -> str:
-    """Describe which devices the processes would use here; raise `UserError` if the recipe does not fit on them."""
+    """Describe which of this machine's devices each process would use; raise `UserError` if the recipe does not fit."""
     check_uses(config)
     devices = devices_for(config, os.environ)
     if not devices.each:

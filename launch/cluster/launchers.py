@@ -65,7 +65,7 @@ def start_on(
 
     Under Ray, wait for the end of the run and return the run's exit status.
 
-    Under Kubernetes the run's directory is on a volume of the cluster; the head makes the directory there.
+    Under Kubernetes the run's directory is on a volume of the cluster, where the head's node makes it.
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

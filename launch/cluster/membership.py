@@ -272,7 +272,7 @@ class HeadNode:
         self._write_restarts()
 
     def end(self, result: RunResult) -> None:
-        """Tell the nodes how the run ended; wait for them to stop, because their processes need the head's streams."""
+        """Tell the nodes how the run ended, and wait until they stop: their processes still need the head's streams."""
         with suppress(OSError):
             write_launch(self._launch.run_dir, replace(self._record, result=result))
         deadline = time.monotonic() + self._launch.config.launch.grace_s + 2 * BEAT_S

@@ -12,7 +12,7 @@ as a separate process: no role imports ray, and no data of the run passes throug
 | the run to be saved, after Ctrl-C     | `launch.save_s`   | kills the run                                          |
 
 A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
-on the lost machine, which never run; a new actor is requested until one answers.
+on the lost machine, where they never run; the launcher requests new actors until one answers.
 
 Requirements: all machines see the run's directory and the model on a shared file system, and have this project
 installed.

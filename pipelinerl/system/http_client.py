@@ -124,7 +124,7 @@ def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mappi
 
 @cache
 def _trusted() -> Any:
-    """Return the trusted certificates. They are cached: reading them takes 30 ms, as long as thirty calls."""
+    """Return the trusted certificates. They are cached, because reading them takes 30 ms, as long as thirty calls."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)

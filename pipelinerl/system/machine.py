@@ -99,9 +99,9 @@ _LOOKED_AT: Final = counting()
 def free_ports(count: int, host: str = LOOPBACK) -> tuple[int, ...]:
     """Return `count` different free ports of a local address, below the range of outgoing ports.
 
-    A client that reconnects to a stopped service may get an outgoing port. Were it the service's port, the client would
-    connect to itself, and the service could not bind the port again. Another program may take a port before its service
-    binds it. Raises `AddressError` if there are too few free ports, or 127.0.0.1 is unreachable.
+    A client that reconnects to a stopped service may get an outgoing port. If that were the service's port, the
+    client would connect to itself, and the service could not bind the port again. Another program may take a port
+    before its service binds it. Raises `AddressError` if too few ports are free, or 127.0.0.1 is unreachable.
     """
     if host == LOOPBACK:
         _check_loopback()

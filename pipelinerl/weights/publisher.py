@@ -54,7 +54,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Outcome per engine (base URL): `pauses_s` of the engines that now serve the version, `failed` with the reasons.
+    """Outcome by engine's base URL: `pauses_s` lists the engines that now serve the version, `failed` gives reasons.
 
     A retry cannot help the failed engines in `permanent`. Those in `blameless` failed only because of other engines.
     """

@@ -53,7 +53,7 @@ class TransferStream(Protocol):
 
 @final
 class HostStream:
-    """Stand-in for a stream if the bytes are on the host already: nothing is copied."""
+    """Takes the place of a CUDA stream if the bytes are on the host already: nothing is copied."""
 
     def __init__(self, *, cores: int | None = None) -> None:
         """Overlap hashing and sending if there are enough `cores`; None counts those that this process may use."""
@@ -114,7 +114,7 @@ class CudaStream:
 
 
 def stream_for(device: torch.device) -> TransferStream:
-    """Return the stream for a publication whose weights are on `device`: a CUDA stream or its stand-in."""
+    """Return the stream for a publication whose weights are on `device`: a `CudaStream` or a `HostStream`."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 

@@ -56,7 +56,7 @@ def test_benchmark_raises_an_error_if_its_engine_cannot_start(
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_engine_busy_benchmark_measures_an_engine_alone_and_next_to_spinning_training_and_publishing() -> None:
+def test_engine_busy_benchmark_measures_an_engine_alone_and_during_training_and_publishing() -> None:
     payload = engine_busy.measure(rounds=1, window_s=0.3)
     assert set(payload["tokens_per_s"]["medians"]) == {"alone", "training", "publishing"}
     assert payload["rounds_per_window"]["training"] >= 1

@@ -77,8 +77,8 @@ class Site:
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
     """Check that scaling adds a second engine once the limit permits it, and removes an engine when work is scarce.
 
-    At first, scaling is a dry run, which adds no engine. One group fills all slots of an
-    engine, so an engine with any work counts as fully busy.
+    At first, scaling is a dry run, which adds no engine. One group fills all slots of an engine, so an engine with
+    any work counts as fully busy.
     """
     controller = service.controller
     state = controller.state

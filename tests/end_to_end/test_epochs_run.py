@@ -31,7 +31,7 @@ SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_with_epochs_is_bit_identical_after_its_trainer_is_killed(tmp_path: Path) -> None:
-    """Replay the recorded steps with an uninterrupted trainer; results must equal those before and after the kill."""
+    """Replay the recorded steps in an uninterrupted trainer: each result must equal the run's, also after the kill."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")

@@ -1,4 +1,4 @@
-"""Real runs with the JAX trainer and a torch engine: they learn like the torch trainer, and survive its death.
+"""Real runs with the JAX trainer and a torch engine: they learn as with the torch trainer, and resume after its kill.
 
 In lockstep, and with policy ratios to recomputed log-probs, the results of a run on a CPU depend only on its
 seed. A trainer restored from its checkpoint after a kill must therefore repeat the training curve bit for bit.

@@ -68,7 +68,7 @@ def test_every_rlvr_domain_is_trained_on_and_judged(tmp_path: Path) -> None:
     assert len(steps) == 12
     share = RLVR.training.rollouts_per_step / sum(domain.weight for domain in RLVR.domains)
     for domain in RLVR.domains:
-        # The first steps mostly get groups of domains with fast verifiers; over twelve steps, shares are about right.
+        # The first steps mostly get groups of domains with fast verifiers; over twelve steps, shares even out.
         figures = [step["by_domain"].get(domain.name, {}) for step in steps]
         assert sum(each.get("rollouts", 0) for each in figures) >= 0.7 * len(steps) * share * domain.weight, domain.name
         assert not any(each.get("stale_groups") or each.get("unjudged") for each in figures), domain.name

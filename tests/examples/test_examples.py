@@ -183,7 +183,7 @@ def test_calculator_example_rewards_a_right_number_only_after_a_tool_call() -> N
 
 
 def test_converted_language_model_has_the_given_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small stand-ins take the place of what transformers reads from the GGUF file."""
+    """A small model and tokenizer take the place of those that transformers would read from the GGUF file."""
     spec = importlib.util.spec_from_file_location("fetch_model", EXAMPLES / "smollm2" / "fetch_model.py")
     assert spec is not None and spec.loader is not None
     script: Any = importlib.util.module_from_spec(spec)

@@ -47,10 +47,10 @@ def until_steps(run: LiveRun, more: int) -> None:
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
-    """Replace `engine`, and then each replacement, `times` times in all; return the name of the last engine.
+    """Replace `engine`, then its replacement, and so on, `times` times in all; return the last engine's name.
 
-    The replacements have the types in `types` in turn. After each swap, assert that the old process ends, and that the
-    run makes steps with the new engine alone.
+    The replacements take their types from `types` in turn. After each swap, assert that the old process ends, and that
+    the run makes steps with the new engine alone.
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)

@@ -472,7 +472,7 @@ class ScriptedEngine:
     def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
-        # With stop strings, text is sent only at the end, because a stop string may remove text that came before it.
+        # With stop strings, text is sent only at the end, because a stop string may take back text already decoded.
         early = not (request.stop_strings or sample.prefix) or self._fault is Fault.STREAMS_STOP_STRING
         text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
         return ChunkChoice(

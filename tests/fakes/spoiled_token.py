@@ -43,7 +43,7 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:
-    """Assert that prompts with `SPOILED` are rejected, but not concurrent prompts or later prompts in the same slot."""
+    """Assert that prompts with `SPOILED` are rejected, and other prompts unaffected, also later in the same slot."""
 
     def ask(*prompt: int) -> ChatCompletionRequest:
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)

@@ -2,8 +2,8 @@
 
 One run trains the shipped model with torch; another trains the bigram model, for tests of a run's processes. Each is
 made by the first test process that needs it; other test processes wait. In lockstep, and with policy ratios to
-recomputed log-probs (`over = old`), the results of a run on a CPU depend only on its seed. Ratios to the log-probs of
-the sampler would not, because the last bits of those log-probs depend on the other sequences of a forward pass.
+recomputed log-probs (`over = old`), the results of a run on a CPU depend only on its seed. With ratios
+to the sampler's log-probs they would not: the last bits of these depend on the other sequences of a forward pass.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """Kill the process once it has passed `points` points of `operation`, or after `grace_s` seconds.
+        """Kill the process after it passes `points` kill points around `operation`, or after `grace_s` seconds.
 
         Return True if the process passed that many points.
         """

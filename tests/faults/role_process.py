@@ -7,8 +7,8 @@ survive the process:
 
     made.jsonl      a group was appended and acknowledged by the server: its actor may rely on it from here on
     groups/         the payload of each such group, which the trainer may have trimmed from its stream
-    trained.jsonl   a step is about to be reported, with its groups, and its numbers of tokens: those sampled in trained
-                    rollouts, and those in the loss
+    trained.jsonl   a step is about to be reported, with its groups and two counts: the tokens sampled in its trained
+                    rollouts, and the tokens in its loss
     published/      the weights of each (epoch, version), written before they leave the trainer
     trimmed.jsonl   the server has trimmed a stream; with the time just before the request
 

@@ -39,7 +39,7 @@ class Death(Exception):
     """Raised at a point where a simulated process dies."""
 
 
-#: This many empty polls in a row take longer than the time until an unacknowledged entry can be claimed again.
+#: Number of empty polls in a row that take longer than it takes until an unacknowledged entry can be claimed again.
 QUIET_POLLS = 15
 
 
@@ -191,7 +191,7 @@ class Run:
     disk: Disk = field(default_factory=Disk)
 
     async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
-        """Run until all deaths have happened and no role finds work; return how many orders were lost, and repeated."""
+        """Run until all deaths have happened and no role finds work; return the numbers of lost and repeated orders."""
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
         tasks = [
@@ -218,23 +218,23 @@ async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
     return [lost for lost, _ in found], [doubled for _, doubled in found]
 
 
-async def test_trainer_that_reads_from_the_checkpoints_offset_trains_each_order_once() -> None:
+async def test_trainer_that_reads_from_the_checkpoints_offset_trains_each_prompt_order_once() -> None:
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
-async def test_trainer_that_acknowledges_before_training_loses_orders() -> None:
+async def test_trainer_that_acknowledges_before_training_loses_prompt_orders() -> None:
     lost, doubled = await outcomes(ack_before_training)
     assert any(lost)
     assert not any(doubled)
 
 
-async def test_trainer_that_acknowledges_after_the_checkpoint_trains_orders_twice() -> None:
+async def test_trainer_that_acknowledges_after_the_checkpoint_trains_prompt_orders_twice() -> None:
     lost, doubled = await outcomes(ack_after_checkpoint)
     assert not any(lost)
     assert any(doubled)
 
 
-async def test_each_order_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
+async def test_each_prompt_order_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
     """With `appendfsync always`, everything acknowledged survives, including each reader's position."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:

@@ -81,7 +81,7 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_orders(
+def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_prompt_orders(
     tmp_path: Path, mutant: str, figure: str
 ) -> None:
     def attempt(seed: int) -> Verdict:

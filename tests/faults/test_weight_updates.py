@@ -78,7 +78,7 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """Publish the next version to all engines; only those that serve it according to the report stay proven."""
+        """Publish the next version to all engines; then the pool uses only engines that the report lists as updated."""
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch

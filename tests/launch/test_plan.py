@@ -152,7 +152,7 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port() -> None:
     assert min(spec.stop_order for spec in members[1:]) > spec_of(made, "trainer").stop_order, "rank 0 ends the others"
 
 
-def test_trainer_is_no_process_group_if_it_is_one_process_or_its_other_ranks_are_started_elsewhere() -> None:
+def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks_start_elsewhere() -> None:
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))

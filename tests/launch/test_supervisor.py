@@ -481,7 +481,7 @@ def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path:
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
 
-def test_end_of_the_run_on_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
+def test_run_failure_on_another_host_is_reported_before_processes_stop(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def tick() -> None:
@@ -561,9 +561,9 @@ def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_pat
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """Return supervisor and engine processes of a launch on `count` GPUs, before any process is started, and two lists.
+    """Return a supervisor and its `EngineProcesses` on `count` GPUs, with no process started, and two lists.
 
-    The lists receive the supervisor's announcements, and the names of engines that are given up.
+    The first list receives the supervisor's announcements, the second the names of engines that are given up.
     """
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})

@@ -54,7 +54,7 @@ async def test_failed_join_of_a_weight_group_does_not_disturb_the_group_in_use(s
     assert old is not None
 
 
-async def test_forged_join_request_in_progress_does_not_keep_the_trainer_from_joining(setting: Setting) -> None:
+async def test_trainer_can_join_a_weight_group_while_a_forged_join_request_is_in_progress(setting: Setting) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)

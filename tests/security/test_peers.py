@@ -1,6 +1,6 @@
 """If a peer in a weight group does not send what it announced, the update fails and the engine serves the old weights.
 
-A hostile rank 0, in the trainer's place, acts as drawn from a seed; a failing test names the seed's case.
+A hostile rank 0, in the trainer's place, makes attacks drawn from seeds; a failing test names the seed and the attack.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ async def test_weight_update_aborted_before_its_broadcast_ends_without_waiting_f
 
 
 class _Deaf(Recording):
-    """A client of engines in which the prepare requests to the engines in `lost` never arrive."""
+    """A client of engines that never delivers prepare requests to the engines in `lost`."""
 
     lost: frozenset[str] = frozenset()
 

@@ -109,7 +109,7 @@ def test_processes_of_a_run_that_are_started_without_an_auth_token_agree_on_one(
     assert token_of(None, tmp_path / "run") == "given"
 
 
-def test_process_that_cannot_write_a_file_for_its_auth_token_must_be_started_with_no_token(
+def test_process_that_cannot_write_its_auth_token_file_starts_only_with_the_option_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)

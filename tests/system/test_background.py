@@ -57,8 +57,9 @@ def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_surviv
 
 
 class Refusing:
-    """A fake event loop that says that it is open but raises on a call: because it was just closed, if `closes`, or for
-    another reason.
+    """A fake event loop that reports to be open but raises when it gets a callback.
+
+    With `closes`, it raises because it was closed just before; otherwise the reason is another one.
     """
 
     def __init__(self, *, closes: bool) -> None:

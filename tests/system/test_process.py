@@ -1,4 +1,4 @@
-"""A process exits with its main function's status even if threads are busy, after its output and exit functions."""
+"""A process exits with its main function's status even if threads are busy; output is flushed, exit functions run."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ log = logging.getLogger("pipelinerl")
 
 #: Name of the process group.
 _GROUP: Final = "weights"
-#: Distance between the generation numbers of consecutive epochs. The numbers increase with (epoch, membership,
-#: attempt), so those of a restarted trainer are above those of its predecessor.
+#: Distance between the first generation numbers of consecutive epochs (trainer processes). The numbers increase with
+#: (epoch, membership, attempt), so a restarted trainer's numbers are above those of the process that it replaces.
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
@@ -128,7 +128,7 @@ class BroadcastPublisher:
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> None:
-        """Try once to serve all remaining engines, and remove those from `targets` that need no other attempt."""
+        """Try once to serve the engines in `targets`; remove from it each engine that needs no further attempt."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return
@@ -181,9 +181,9 @@ class BroadcastPublisher:
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
         """Raise the generation and return True, if engines rejected it because they had joined a higher generation."""
-        # A later trainer cannot have made the higher generation, because engines would then report its epoch. The
-        # number is therefore invalid, and this trainer may go above it. The generation is raised once per publication.
-        # An engine that then reports yet another generation is dropped.
+        # If a later trainer process had formed the higher generation, the engines would report its epoch. Otherwise the
+        # generation is no trainer's, and this trainer may go above it. The generation is raised once per publication;
+        # an engine that then reports a generation that is higher still is dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False
@@ -275,7 +275,7 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Send PREPARE; return True if all targets accept it. Else send ABORT to those that did; leave the group."""
+        """Send PREPARE; return True if all targets accept it. Otherwise abort it at those that did; leave the group."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:

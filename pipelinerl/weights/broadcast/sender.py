@@ -25,8 +25,8 @@ from pipelinerl.weights.publisher import WeightSource
 from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
 
-#: Two buckets are staged (one is filled while the other is hashed) unless a bucket exceeds the usual size this many
-#: times.
+#: Two buckets are staged (one is filled while the other is hashed), unless a bucket has more than this many times the
+#: usual size.
 _LARGEST_OF_TWO: Final = 2
 
 
@@ -119,7 +119,10 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights into `room(start, end)`'s memory; yield each bucket. Raises UpdateError on a wrong layout."""
+    """Copy the weights into the memory that `room(start, end)` returns for each bucket, and yield the bucket.
+
+    Raises UpdateError if the parameters differ from the layout.
+    """
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)

@@ -234,7 +234,7 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions that a server holds, oldest first, and the members for which it holds them."""
+    """The versions that a server holds, oldest first, and the members (engines, servers) that may need them."""
 
     epoch: int
     room: int

@@ -172,7 +172,7 @@ def _stream(client: ServerClient, parts: deque[Part], order: PullOrder, buffer: 
 
 
 def _run_together(fetches: Sequence[Callable[[], None]], order: PullOrder, *, cancel: Callable[[], None]) -> None:
-    """Run fetches on threads until all have ended. Raises the first error, or one if the pull is cancelled or late."""
+    """Run fetches on threads until all have ended. Raises the first error, or an error for a cancelled or late pull."""
     running = [in_background("pull", fetch) for fetch in fetches]
     waiting: Collection[Future[None]] = running
     errors: list[BaseException] = []

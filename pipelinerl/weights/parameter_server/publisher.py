@@ -43,8 +43,8 @@ log = logging.getLogger("pipelinerl")
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: At most this many engines get requests instead of an announcement, if the announcement would have to exclude even
-#: more engines.
+#: If an announcement would have to exclude more engines than it serves, up to this many engines get requests instead
+#: of the announcement.
 _FEW: Final = 64
 #: Time limit in seconds for the report to the servers; if it fails, the next publication reports again.
 _CONFIRM_S: Final = 5.0
@@ -67,7 +67,7 @@ class PullPublisher:
     async def publish(self, publication: Publication) -> PublishReport:
         """Send the weights to every engine that can take them.
 
-        Raises UpdateError, with reasons, if no engine serves them; FencedError if a trainer of a later epoch took over.
+        Raises UpdateError, with reasons, if no engine serves them; FencedError if a later trainer process took over.
         """
         async with self._turn:
             progress = PublicationProgress(publication)
@@ -135,7 +135,7 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version; return the answers of engines, without those that need a request with the layout."""
+        """Announce the version; return the engines' answers, except of engines that need a request with the layout."""
         if self._announcer is None:
             return {}
         publication = progress.publication

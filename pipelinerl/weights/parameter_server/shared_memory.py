@@ -53,7 +53,7 @@ class SharedMemoryAddress(Wire):
 
 @final
 class SharedMemory:
-    """A segment of `num_bytes` of shared memory, freed with its last user. A server reuses it for many versions."""
+    """A segment of `num_bytes` of shared memory, freed after its last use. A server reuses it for many versions."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -103,7 +103,7 @@ class Uploader:
         """Upload the version to every reachable server; wait until one server of each shard is reachable and has room.
 
         `progress` is the version that each engine has confirmed; servers hold versions only for these engines and for
-        other servers. `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has
+        other servers. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
         announced itself, UpdateError, which names each server, if none accepts some shard.
         """
         while True:
@@ -256,7 +256,7 @@ def write_shards(
     layout, whole = publication.layout, WeightDigest()
     bounds = layout.buckets(bucket_bytes)
     largest = max((end - start for start, end in bounds), default=0)
-    buffers = queue.LifoQueue[Memory]()  # reuses the last buffer first, so that the others may never need memory
+    buffers = queue.LifoQueue[Memory]()  # returns the buffer used last, so that the others may never need memory
     for _ in range(len(writers) + 1):
         buffers.put(np.empty(largest, np.uint8))
     owners = _owners(layout, shards, bucket_bytes)
@@ -309,7 +309,7 @@ class ShardWriter:
         self._client = client
         self._record = record
         self._deadline = deadline
-        # A single shard is the whole version, whose digest the sender computes.
+        # A single shard is the whole version, whose digest the sender computes anyway.
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None

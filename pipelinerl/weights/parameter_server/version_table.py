@@ -4,7 +4,7 @@
 
 Only sealed versions are served, and a sealed version never changes. An incomplete version is dropped when the next one
 is announced. Memory is allocated once and then reused, since writing to new pages costs several times as much. Requests
-of a trainer of an earlier epoch are rejected. All methods must run on one event loop.
+of an earlier trainer process (a lower epoch) are rejected. All methods must run on one event loop.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class VersionTable:
         """Make room for a version; return it unchanged if it is already held.
 
         Raises StaleVersion if a later epoch has begun or a later version is complete; LayoutMismatch if the version was
-        announced with another layout; Overloaded if members still need all versions held, with the members' names.
+        announced with another layout; Overloaded, with the members' names, if members still need every version.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)
@@ -156,7 +156,7 @@ class VersionTable:
         return sealed
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
-        """Replace the confirmed versions of all members, and drop versions that are no longer needed.
+        """Record which version each member has confirmed, and forget all other members; drop unneeded versions.
 
         Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last one.
         """
@@ -217,7 +217,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """Explain why older versions cannot be dropped, one sentence per reason, for the error that room is lacking."""
+    """Explain why older versions cannot be dropped, one sentence per reason, for the error about a lack of room."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):

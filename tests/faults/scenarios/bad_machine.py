@@ -1,8 +1,8 @@
-"""Every role is killed, suspended or starved by its machine: no order lost or trained twice, no process left.
+"""Every role is killed, suspended or starved by its machine: no prompt order is lost or trained twice, no process left.
 
 `pipelinerl run` runs bigram roles in one situation per seed. Then the run must take steps, end on request, balance its
-ledger, and train each order once in the lineage of the last weights. If no run can start, the launcher must say so in
-one sentence and start nothing.
+ledger, and train each prompt order once in the lineage of the last weights. If no run can start, the launcher must say
+so in one sentence and start nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dead engines, or engines that die at their first join, keep registering: the run keeps its speed and its engines.
 
 Like engines in a crash loop, they register 60 times in 40 s from three addresses, each time with a new incarnation. On
-even seeds no process listens there; on odd seeds one answers polls and hangs up at every join. During a second wave of
+even seeds no process listens there; on odd seeds a process answers polls and hangs up at joins. During a second wave of
 registrations, a working engine is added.
 """
 

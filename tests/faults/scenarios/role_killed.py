@@ -7,9 +7,9 @@ of these outcomes, or it is lost:
     duplicate    an earlier copy of the same order in the stream was trained
     late         the order had ended before: its actor had reported a failure, and died before it acknowledged the order
     abandoned    the weights that sampled it were lost with a trainer; the order is issued again
-    forgotten    the killed server had not written it: under `appendfsync everysec` it may delay a write while the disk
-                 is busy, and loses the end of its history. The order is issued again
-    waiting      the next trainer will read it: it lies after the offset of the newest checkpoint
+    forgotten    the killed server had not written the group to disk: under `appendfsync everysec`, it may delay a
+                 write while the disk is busy, and loses its newest entries. The order is issued again
+    waiting      the next trainer will read the group, which lies after the offset of the newest checkpoint
 
 Every issued order ends once or is in flight, so the ledger balances. Each seed is one run with five kills.
 """

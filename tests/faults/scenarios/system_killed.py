@@ -1,8 +1,8 @@
 """Launcher, roles and Redis are killed together: losses, weights and prompts equal those of an undisturbed run.
 
 Lockstep runs (j = k = 1, ratio over recomputed log-probs) on the CPU are determined by their seed. `pipelinerl run` is
-killed at a random length of its event log, then resumed. Metrics and trained orders of every step, and the files of the
-last checkpoint, must equal those of the undisturbed run bit by bit.
+killed at a random length of its event log, then resumed. Metrics and trained prompts of every step, and the files of
+the last checkpoint, must equal those of the undisturbed run bit by bit.
 """
 
 from __future__ import annotations

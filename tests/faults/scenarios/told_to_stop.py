@@ -1,4 +1,4 @@
-"""SIGTERM to a run at any moment, its start included: no step is lost, it ends in time, and it can be resumed.
+"""SIGTERM to a run at any moment, its start included: no step is lost, the run ends in time and can be resumed.
 
 A small run is stopped and resumed repeatedly with `pipelinerl run` and `run --resume`, as by Slurm, a pod's end or a
 spot machine's notice. At each stop the launcher must end within Kubernetes' default grace period and leave no process;

@@ -1,13 +1,13 @@
-"""A second trainer takes over while the first is suspended in the middle of a write: the first writes nothing after.
+"""A second trainer takes over while the first is suspended in the middle of a write: the first then writes nothing.
 
 The first trainer is suspended (SIGSTOP, like a swapping machine or a cut network) at a random point: around a report, a
 read, a phase of a weight update, or the commit of a checkpoint. A second trainer starts with a higher epoch and trains;
 then the first is resumed. It must report that it is fenced, and end. Nothing that it tries until then may take effect:
 
-    reports       no event of the controller mentions its steps, publications or checkpoints
-    weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
-    checkpoints   none of its epoch is put in place, and the new trainer's are complete
-    trims         it trims no stream: its requests are rejected
+    reports       no event of the controller mentions the first trainer's steps, publications or checkpoints
+    weights       no rollout is sampled by weights that the first trainer published after the take-over
+    checkpoints   no checkpoint of the first trainer is put in place, and the new trainer's checkpoints are complete
+    trims         the first trainer trims no stream: its requests are rejected
 
 Each seed is one run with three take-overs; each fences the trainer of the previous one.
 
@@ -59,7 +59,7 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Run the scenario with one seed; with a mutant, only the fence could stop the first trainer's writes."""
+    """Run the scenario with one seed; a mutant is suspended only where nothing but the fence could stop its writes."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0

@@ -116,9 +116,7 @@ def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_star
         serve_share(tmp_path, "b", head_s=0.0)
 
 
-def test_waiting_cluster_node_announces_which_runs_launch_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):

@@ -158,7 +158,7 @@ def test_host_is_unchanged_after_encoding_as_json_and_decoding() -> None:
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_launch_plan_rejects_a_process_that_depends_on_a_process_on_no_host() -> None:
+def test_launch_plan_rejects_a_process_whose_dependency_runs_on_no_host() -> None:
     spec = next(spec for spec in processes_of(_planned(TWO)).specs if spec.name == "engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):

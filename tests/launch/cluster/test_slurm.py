@@ -79,7 +79,7 @@ def test_slurm_script_is_kept_and_the_error_names_its_path_if_sbatch_is_missing(
     assert (tmp_path / "slurm.sh").is_file()
 
 
-# --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
+# --- a real cluster: the script with a fake of `pipelinerl`, then whole runs ------------------------------------------
 
 #: A fake of the program `pipelinerl` for the script: its command `node` runs until its command `stop` is called.
 _PROGRAM = """
@@ -109,7 +109,7 @@ _SOON = "now+5"
 
 
 @pytest.mark.slow
-def test_slurm_script_restarts_killed_steps_and_suspends_before_the_time_limit(tmp_path: Path) -> None:
+def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the_time_limit(tmp_path: Path) -> None:
     """Slurm's signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()

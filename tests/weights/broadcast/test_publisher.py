@@ -261,7 +261,7 @@ async def test_engines_keep_generating_tokens_during_a_slow_broadcast(
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
-async def test_engine_killed_or_suspended_during_a_broadcast_does_not_keep_others_from_getting_the_weights(
+async def test_other_engines_get_the_weights_if_an_engine_is_killed_or_suspended_during_a_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
     """The other engines form a new weight group, through which they get the weights."""

@@ -105,7 +105,7 @@ def test_sender_rejects_parameters_that_differ_from_the_announced_layout(
         _send(items)
 
 
-def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_timeout_silence_s() -> None:
+def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_silence_timeout() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
         host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S

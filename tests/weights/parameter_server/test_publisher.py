@@ -173,7 +173,7 @@ async def test_engine_killed_while_it_pulls_weights_is_reported(
     assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
-async def test_engines_that_were_updated_are_reported_as_such_even_if_a_repeated_upload_for_others_fails() -> None:
+async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload_for_other_engines_fails() -> None:
     """One of two engines loses its parameter server during the update, and the server does not return in time."""
 
     class Vanishing:

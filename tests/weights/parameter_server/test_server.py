@@ -118,7 +118,7 @@ def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_se
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_parameter_servers_keep_a_version_until_a_replica_that_lacks_the_next_is_known_to_be_gone(
+def test_parameter_server_drops_an_old_version_once_the_replica_that_needs_it_is_known_to_be_gone(
     servers: list[str],
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -225,7 +225,7 @@ def test_uploaded_weights_are_served_only_after_their_digest_was_checked(server:
     )
 
 
-def test_pulled_weights_with_another_digest_than_announced_are_rejected(server: str) -> None:
+def test_pulled_weights_whose_digest_differs_from_the_announced_one_are_rejected(server: str) -> None:
     place([server], publication(1))
     for by_memory in (True, False):
         with pytest.raises(DigestMismatch, match="digest must be 0000"):

@@ -66,7 +66,7 @@ def test_full_parameter_server_rejects_a_version_and_names_the_members_that_need
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_version_is_dropped_although_a_member_that_is_no_longer_listed_never_loaded_it() -> None:
+def test_version_that_only_a_no_longer_listed_member_still_needs_is_dropped() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, dead=None)
     publish(table, 2, a=(1, 1), dead=None)
@@ -94,7 +94,7 @@ def test_memory_of_a_dropped_version_is_not_reused_for_a_version_of_another_size
     assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
 
 
-def test_version_that_is_being_sent_or_saved_is_dropped_only_afterwards() -> None:
+def test_version_is_dropped_only_after_it_has_been_sent_or_saved() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     with table.using((1, 1)):
@@ -155,7 +155,7 @@ histories = st.fixed_dictionaries(
         ({(1, 5), (1, 6), (1, 7)}, {"a": (1, 6)}, {(1, 5)}),
     ],
 )
-def test_version_may_be_dropped_when_all_members_have_it_or_a_newer_version_and_a_newer_one_is_complete(
+def test_version_may_be_dropped_once_all_members_have_a_newer_one_and_a_newer_one_is_complete(
     whole: set[Key], progress: dict[str, Key | None], collected: set[Key]
 ) -> None:
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected

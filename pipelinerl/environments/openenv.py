@@ -311,7 +311,7 @@ class Actions:
         return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"
 
     def of(self, text: str) -> dict[str, Any]:
-        """Parse the text of an answer to an action. Raises `ValueError` with a message for the model."""
+        """Parse the model's answer `text` into an action. Raises `ValueError` with a message for the model."""
         if self._field is not None:
             return {self._field: text if self._is_text else _json_of(text, f"a value of {self._field}")}
         action = _json_of(text[text.find("{") : text.rfind("}") + 1], "one JSON object")

@@ -77,7 +77,7 @@ def attend(
     batch, q_heads, length, width = query.shape
     heads, group = key.shape[1], q_heads // key.shape[1]
     rows, spare = length * group, -(length * group) % _ROWS
-    # The queries that share a key head form the rows of products: [B · H, T · group, D].
+    # Stack the queries that share a key head as rows of one matrix: [B · H, T · group, D].
     grouped = query.view(batch, heads, group, length, width).transpose(2, 3).reshape(batch * heads, rows, width)
     own = pad(positions.expand(batch, length).repeat_interleave(group, dim=1), (0, spare))
     own = own.repeat_interleave(heads, dim=0)[:, :, None]

@@ -152,7 +152,7 @@ def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that probably does not do what was intended, beginning with the slot's name."""
+    """Yield a warning for each part (slot) of the objective that probably does not do what its author intended."""
     agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
     if over in setting.always_current:
         yield (

@@ -159,7 +159,7 @@ class CovariancePenalty:
         return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
 
     def chosen(self, advantages: Floats, old_logprobs: Floats, judged: Bools) -> Floats:
-        """Return 1 for penalised tokens of the batch and 0 for the others, [N]; only `judged` tokens qualify."""
+        """Return 1 for each token to penalise, else 0, [N]; tokens outside the mask `judged` are never penalised."""
         found = np.where(judged, covariances(advantages, old_logprobs, judged), -np.inf)
         count = min(int(judged.sum()), max(1, int(self.share * judged.sum())))
         coefficients = np.zeros(len(found))

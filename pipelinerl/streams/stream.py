@@ -116,7 +116,7 @@ class Stream(Protocol):
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`. Raise `FencedError` and drop nothing if the fence was passed."""
+        """Drop entries with ids below `before`; if a newer writer has passed `fence`, only raise `FencedError`."""
         ...
 
     async def streams(self, prefix: str) -> list[str]:

@@ -85,7 +85,7 @@ MOST_REWARD: Final = 1e6
 #: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
 
-#: Arguments that a function of one answer may have, by name.
+#: Arguments that a function which judges one answer may have, by name.
 OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "problem": lambda problem, _: problem,
     "completion": lambda _, answer: answer.text,

@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a version that the same servers hold: its byte `ranges`; `sources` are URLs in the order to try."""
+    """Byte `ranges` of a version's weights, and the URLs of the servers that hold them, in the order to try."""
 
     sources: tuple[str, ...]
     ranges: tuple[Range, ...]

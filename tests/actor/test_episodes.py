@@ -268,7 +268,7 @@ async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
             await maker.make(order(samples=2), GroupProgress())
 
 
-async def test_error_of_an_order_names_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
             await maker.make(order(), GroupProgress())

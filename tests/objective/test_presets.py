@@ -20,7 +20,7 @@ def test_recipe_gives_the_objective_as_a_preset_name_or_a_table_and_an_empty_tab
     assert resolve({}) == PRESETS["pipelinerl"].objective
 
 
-def test_objective_table_in_the_docs_gives_the_described_objective():
+def test_example_objective_in_the_docs_builds_the_objective_that_the_docs_describe():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     table = tomllib.loads(text.split("```toml")[1].split("```")[0])
     objective = resolve(table["objective"])

@@ -309,7 +309,7 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config: RunConfig
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
-def test_run_restored_from_a_checkpoint_without_a_recipe_uses_the_recipe_at_the_checkpoint_location(
+def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_the_checkpoints(
     config: RunConfig,
 ) -> None:
     """A checkpoint has no recipe if the trainer runs on another machine than the controller, in its own directory."""

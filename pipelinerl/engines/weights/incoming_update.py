@@ -156,7 +156,7 @@ def _broadcast(
 
 
 def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
-    """Compare the pieces that rank 0 announced with the request; receiving an oversized piece would end the process."""
+    """Raise UpdateError if rank 0 announced other pieces than PREPARE: an oversized one would end this process."""
     if request.pieces_key is None:
         return
     announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)

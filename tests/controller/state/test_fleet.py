@@ -273,7 +273,7 @@ def test_repeated_offer_of_an_engine_only_updates_its_name_and_type(fleet: Fleet
     assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
 
 
-def test_engine_added_by_an_operator_keeps_its_weights_when_it_offers_itself() -> None:
+def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_too() -> None:
     fleet = Fleet()
     assert fleet.join(A)
     serve(fleet, A, 1)

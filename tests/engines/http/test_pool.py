@@ -180,7 +180,7 @@ async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_request_moves_from_a_failing_engine_to_another_engine_with_the_same_seed(error: Exception) -> None:
+async def test_request_keeps_its_seed_when_it_moves_from_a_failing_engine_to_another(error: Exception) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"

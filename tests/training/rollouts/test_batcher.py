@@ -273,7 +273,7 @@ def test_step_waits_for_groups_that_would_be_too_old_for_any_later_step() -> Non
     assert late(ledger=ended) == []
 
 
-def test_step_does_not_wait_for_groups_that_have_already_arrived() -> None:
+def test_step_waits_only_for_overdue_groups_that_have_neither_arrived_nor_failed() -> None:
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]

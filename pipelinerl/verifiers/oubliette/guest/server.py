@@ -220,7 +220,7 @@ class _Meter:
 
 
 def _used(processes: list[str]) -> tuple[int, float]:
-    """Return (bytes of memory apart from files, processor seconds), summed over the processes of a run."""
+    """Return (bytes of memory that no file backs, processor seconds), summed over the processes of a run."""
     memory_bytes = ticks = 0
     for name in processes:
         with contextlib.suppress(OSError):  # the process may have ended

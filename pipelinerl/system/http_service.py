@@ -59,7 +59,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The code that limits the size of request bodies and the time to receive them: this module, or the route itself."""
+    """The code that limits request bodies in size and in the time to receive them: this module, or the route itself."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
